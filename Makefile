@@ -1,0 +1,57 @@
+# HyDra-CP. `make help` lists what there is; every target sets up what it needs.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+
+##@ Run
+
+.PHONY: run
+run: setup ## Start the scheduler and train a small model through it (ARGS="--exit" stops after the summary)
+	$(BIN)/hydra-cp quickstart $(ARGS)
+
+##@ Develop
+
+.PHONY: setup
+setup: $(VENV)/.ready ## Make .venv with everything that the other targets need
+
+$(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(wildcard protos/hydracp/v1/*.proto) $(shell find scheduler_service/dashboard/ui -type f -not -path '*/node_modules/*' 2>/dev/null)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group dev -e '.[service,parquet,training]'
+	touch $@
+
+.PHONY: browser
+browser: ## Install Chromium for the dashboard's tests, if it is missing and this user may
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+	  || echo "no chromium, and not allowed to install it: the dashboard's browser tests will be skipped"
+
+.PHONY: test
+test: setup browser ## All tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-fast
+test-fast: setup ## The tests that take seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+.PHONY: lint
+lint: setup ## ruff, mypy, import contracts, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+
+.PHONY: format
+format: setup ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+##@ Help
+
+.PHONY: help
+help: ## This list
+	@awk 'BEGIN {FS = ":.*##"} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*##/ {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

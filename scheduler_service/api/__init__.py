@@ -1,0 +1,1 @@
+"""REST API of the service: what people, scripts and the dashboard read."""

@@ -1,0 +1,1 @@
+"""The `hydra-cp` command line: one module per sub-command."""

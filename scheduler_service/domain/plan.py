@@ -1,0 +1,126 @@
+"""A plan: three columns over the sequences, a header, and the canonical bytes whose digest the ranks compare."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_service.domain.cost import CostModel
+from scheduler_service.domain.errors import InvalidInputError, Reason
+from scheduler_service.domain.pool import Pool
+
+PLAN_FORMAT = 1
+"""Version of the canonical form; a change of the bytes changes it."""
+
+
+@dataclass(frozen=True)
+class PlanHeader:
+    """What a plan says of itself. The last three fields describe the plan and are no part of its digest."""
+
+    policy: str
+    pool: Pool
+    cost: CostModel
+    microbatches: int
+    """Number of microbatches, M."""
+    sequences: int
+    """Number of sequences, N."""
+    batch_digest: str
+    """Digest of the lengths that were planned."""
+    target: float = 0.0
+    """Load target Λ in token²; 0 where the policy has none."""
+    cap: int = 0
+    """Degree cap C; 0 where the policy has none."""
+    predicted_s: float = 0.0
+    """Predicted iteration time in seconds, by `cost`."""
+    lower_bound_s: float = 0.0
+    """No valid plan for this batch is faster, by `cost`; seconds."""
+    plan_s: float = 0.0
+    """Seconds that planning took."""
+
+    def canonical_bytes(self) -> bytes:
+        """The header's part of the canonical form. Little-endian, fixed width, policy name length-prefixed."""
+        pool = self.pool
+        name = self.policy.encode()
+        return b"".join(
+            (
+                b"hydracp-plan",
+                struct.pack("<iH", PLAN_FORMAT, len(name)) + name,
+                struct.pack(
+                    "<10q",
+                    pool.ranks, pool.token_budget, pool.stages, pool.ep, pool.heads or 0, pool.max_ulysses or 0,
+                    pool.node or 0, pool.max_degree or 0, pool.microbatch_multiple, pool.sequence_parallel,
+                ),
+                struct.pack("<dqqq", self.target, self.cap, self.microbatches, self.sequences),
+                bytes.fromhex(self.batch_digest),
+                self.cost.digest,
+            )
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where each sequence runs: int32 columns in the order of the ids, read-only.
+
+    Sequence i runs in microbatch `microbatch[i]` on ranks start[i] … start[i] + degree[i] − 1. Inside a group
+    the sequences are packed in the order of their ids.
+    """
+
+    microbatch: npt.NDArray[np.int32] = field(repr=False)
+    start: npt.NDArray[np.int32] = field(repr=False)
+    degree: npt.NDArray[np.int32] = field(repr=False)
+    header: PlanHeader
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch", "start", "degree"):
+            column = np.array(getattr(self, name), np.int32)
+            if column.shape != (self.header.sequences,):
+                raise InvalidInputError(
+                    Reason.INVALID_PLAN,
+                    f"plan: column {name} has shape {column.shape}, the header says {self.header.sequences} sequences",
+                )
+            column.flags.writeable = False
+            object.__setattr__(self, name, column)
+
+    def __len__(self) -> int:
+        return self.header.sequences
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def canonical_bytes(self) -> bytes:
+        """Header and columns, byte for byte the same on every machine."""
+        columns = (self.microbatch, self.start, self.degree)
+        return self.header.canonical_bytes() + b"".join(
+            column.astype("<i4", copy=False).tobytes() for column in columns
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE2b-128 of the canonical bytes, in hexadecimal."""
+        return hashlib.blake2b(self.canonical_bytes(), digest_size=16).hexdigest()
+
+    def header_json(self) -> dict[str, Any]:
+        """The header as plain values, as `hydra-cp plan --out` writes it."""
+        header = self.header
+        return {
+            "policy": header.policy,
+            "pool": header.pool.ranks,
+            "budget": header.pool.token_budget,
+            "target": header.target,
+            "cap": header.cap,
+            "microbatches": header.microbatches,
+            "sequences": header.sequences,
+            "digest": self.digest,
+            "lower_bound_s": header.lower_bound_s,
+            "predicted_s": header.predicted_s,
+            "plan_s": header.plan_s,
+        }

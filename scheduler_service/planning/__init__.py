@@ -1,0 +1,1 @@
+"""Planning: pure functions from lengths and a pool to a verified plan."""

@@ -1,0 +1,1 @@
+"""Simulation: how long a plan takes, and where the time goes. Pure functions."""

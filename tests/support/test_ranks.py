@@ -1,0 +1,25 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+
+
+def _sum(rank: int) -> int:
+    value = torch.tensor(rank + 1)
+    dist.all_reduce(value)
+    return int(value)
+
+
+def _fail(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("on purpose")
+
+
+def test_ranks_form_one_group():
+    assert run_ranks(4, _sum) == [10, 10, 10, 10]
+
+
+def test_a_failing_rank_fails_the_caller_with_its_traceback():
+    with pytest.raises(AssertionError, match="on purpose"):
+        run_ranks(2, _fail, timeout_s=20)
