@@ -50,6 +50,22 @@ format: setup ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: bench
+bench: setup ## Measure planning speed; JSON in build/bench/
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.plan_speed $(ARGS)
+
+##@ Build
+
+.PHONY: ui
+ui: setup ## Build the dashboard and refresh its copy of the REST schema
+	$(BIN)/python -m scheduler_service.api.openapi > scheduler_service/dashboard/ui/openapi.json
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps -e .
+
+.PHONY: image
+image: ## Build the two container images (needs a Docker engine)
+	docker build -f deploy/docker/scheduler.Dockerfile -t hydra-cp-scheduler .
+	docker build -f deploy/docker/agent.Dockerfile -t hydra-cp-agent .
+
 ##@ Help
 
 .PHONY: help
