@@ -1,1 +1,19 @@
 """Simulation: how long a plan takes, and where the time goes. Pure functions."""
+
+from scheduler_service.simulation.iteration import Forecast, forecast
+from scheduler_service.simulation.loads import GroupLoads, RankLoads, group_loads, rank_loads
+from scheduler_service.simulation.pipeline import Operations, PipelineReplay, Schedule, replay_pipeline, schedule_of
+
+__all__ = [
+    "Forecast",
+    "forecast",
+    "GroupLoads",
+    "RankLoads",
+    "group_loads",
+    "rank_loads",
+    "Operations",
+    "PipelineReplay",
+    "Schedule",
+    "replay_pipeline",
+    "schedule_of",
+]

@@ -1,0 +1,87 @@
+"""How long an iteration takes by the simple cost model: three constants per stage, one pipeline per EP group.
+
+The ranks of an EP group wait for each other in every MoE layer, so they share one timeline, paced by the largest
+attention and the largest linear work among them (design of the simulation, section 4). Gradient exchange, the
+optimizer and point-to-point latency are not in this model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_service.domain import Batch, Plan
+from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
+from scheduler_service.simulation.loads import GroupLoads, group_loads
+from scheduler_service.simulation.pipeline import PipelineReplay, replay_pipeline
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """A plan's predicted iteration."""
+
+    iteration_s: float
+    """Seconds until the slowest pipeline has ended."""
+    pp_bubble: float
+    """Share of stage time in which a pipeline waits, mean over pipelines."""
+    dp_bubble: float
+    """Share of the iteration in which a replica waits for the slowest, mean over replicas."""
+    forward_s: Seconds = field(repr=False)
+    """Forward seconds of each microbatch on each stage, (pipelines, microbatches)."""
+    backward_s: Seconds = field(repr=False)
+    """Backward seconds, likewise."""
+    replay: PipelineReplay = field(repr=False)
+    """The whole schedule; replica e of it is EP group e."""
+
+
+def forecast(plan: Plan, batch: Batch) -> Forecast:
+    """Predict `plan` by the pool and the cost model in its header.
+
+    Of each microbatch and EP group, forward = max θ·load + max τ·tokens + overhead over its ranks, the two maxima
+    apart, and backward = 2.5 × the first + 2 × the second + overhead; the same on every stage. Linear work is done
+    on padded tokens, attention on real ones. A CP group that reaches into several EP groups makes them share their
+    maxima, and so on through all groups that hang together. A rank without a sequence still pays the overhead.
+
+    Cost: O(N log N + M·G/E·p), memory O(N + M·G/E·p).
+    """
+    pool, cost, microbatches = plan.header.pool, plan.header.cost, plan.header.microbatches
+    groups = group_loads(plan, batch)
+    attention, linear = _maxima_of_ep_groups(groups, microbatches, pool.ranks // pool.ep, pool.ep)
+    attention, linear = cost.theta * attention, cost.tau * linear
+    forward = attention + linear + cost.overhead
+    backward = BACKWARD_ATTENTION * attention + BACKWARD_LINEAR * linear + cost.overhead
+
+    shape = (len(forward), pool.stages, microbatches)
+    replay = replay_pipeline(np.broadcast_to(forward[:, None, :], shape), np.broadcast_to(backward[:, None, :], shape))
+    return Forecast(
+        iteration_s=replay.total_s,
+        pp_bubble=float(replay.pp_bubble.mean()),
+        dp_bubble=float(replay.dp_bubble.mean()),
+        forward_s=forward,
+        backward_s=backward,
+        replay=replay,
+    )
+
+
+def _maxima_of_ep_groups(groups: GroupLoads, microbatches: int, pipelines: int, ep: int) -> tuple[Seconds, Seconds]:
+    """Largest load and largest tokens of any rank that an EP group waits for, each (pipelines, microbatches)."""
+    first, last = groups.start // ep, (groups.start + groups.degree - 1) // ep
+
+    # CP groups are intervals of EP groups: cells that one of them ties to the cell on their left.
+    ties = np.zeros((microbatches, pipelines + 1), np.int32)
+    np.add.at(ties, (groups.microbatch, first + 1), 1)
+    np.add.at(ties, (groups.microbatch, last + 1), -1)
+    tied = np.cumsum(ties, axis=1)[:, :-1] > 0
+    heads = np.flatnonzero(~tied)
+    sizes = np.diff(heads, append=tied.size)
+
+    def spread(values: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> Seconds:
+        cells = np.zeros((microbatches, pipelines))
+        np.maximum.at(cells, (groups.microbatch, first), values)
+        return np.repeat(np.maximum.reduceat(cells.ravel(), heads), sizes).reshape(cells.shape).T
+
+    return spread(groups.load), spread(groups.tokens)
