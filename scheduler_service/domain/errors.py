@@ -33,6 +33,7 @@ class Reason(StrEnum):
     RANKS_DISAGREE = "RANKS_DISAGREE"
     FORKED_PROCESS = "FORKED_PROCESS"
     NOT_FOUND = "NOT_FOUND"
+    INTERNAL = "INTERNAL"
 
 
 class HydraCpError(Exception):
