@@ -1,0 +1,180 @@
+"""Dynamic context parallelism as in Megatron-Core's development branch: the packing-aware scheduler.
+
+Follows: a sequence needs the smallest power of two of ranks whose budget holds it. Each microbatch starts from the
+longest sequence that waits and may load its ranks with 1.05 × (that length × the budget). Every other waiting
+sequence, longest first, tries groups of its need, twice its need, … : each existing group of that size with tokens
+left, then a new one; the placement that leaves the smallest largest rank load wins, the first found on a tie. Ranks
+that stay empty are filled by doubling the first of the smallest groups, again and again; where that does not come
+out even, the whole pool becomes one group with what fits. Source: the project's description of that scheduler
+(design of planning, section 5), written anew from it.
+
+Departs: padding counts as tokens, so a group that would overflow by padding is not chosen and not doubled; groups
+are numbered by falling size at the end, so that each starts at a multiple of its size (the original shifts groups
+behind a doubled one); where a limit on the degree leaves ranks that no group may take, they stay empty. It takes no
+degree cap.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler_service.domain import Batch, InfeasibleError, Plan, Pool, Reason
+from scheduler_service.planning.feasibility import fits, require_fit
+from scheduler_service.planning.policy import PlanningConfig, new_plan
+
+SLACK = 1.05
+"""How far a rank's load may pass that of the longest sequence at a full budget."""
+
+
+class _Group(NamedTuple):
+    size: int
+    members: list[int]
+
+
+def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
+    """Plan microbatch by microbatch until no sequence waits.
+
+    Raises `InfeasibleError` for a sequence that no power-of-two group of the pool holds, even where the full pool
+    would: this system has no such groups. Cost: O(N·M·G) for N sequences, M microbatches, G ranks.
+    """
+    lengths = batch.lengths.tolist()
+    needs = _needs(batch, pool)
+    waiting = np.argsort(-batch.lengths, kind="stable").tolist()
+    columns = np.zeros((3, len(batch)), np.int32)
+    current = 0
+    while waiting:
+        groups = _fill_empty_ranks(_microbatch(waiting, lengths, needs, pool), lengths, pool)
+        first_rank = 0
+        for size, members in sorted(groups, key=lambda group: -group.size):
+            columns[:, members] = [[current], [first_rank], [size]]
+            first_rank += size
+        placed = {sequence for group in groups for sequence in group.members}
+        waiting = [sequence for sequence in waiting if sequence not in placed]
+        current += 1
+    microbatch, start, degree = columns
+    return new_plan("megatron", batch, pool, config, (microbatch, start, degree))
+
+
+def _powers(pool: Pool) -> list[int]:
+    return [degree for degree in pool.degrees if degree & (degree - 1) == 0]
+
+
+def _needs(batch: Batch, pool: Pool) -> list[int]:
+    """Smallest power of two whose budget holds each sequence."""
+    require_fit(batch, pool)
+    powers = _powers(pool)
+    # A capacity is a multiple of the chunks, so s̃ ≤ capacity exactly when s ≤ capacity.
+    longest = np.maximum.accumulate([pool.capacity(degree) for degree in powers])
+    if batch.longest > longest[-1]:
+        sequence = int(batch.lengths.argmax())
+        raise InfeasibleError(
+            Reason.SEQUENCE_TOO_LONG,
+            f"sequence {sequence} has {batch.longest:,} tokens; the largest power-of-two group of pool {pool.ranks} "
+            f"× budget {pool.token_budget} holds {longest[-1]:,}, and the policy megatron has no other groups: raise "
+            "the budget, choose a pool that is a power of two, or another policy",
+            sequence=sequence,
+        )
+    return np.array(powers)[np.searchsorted(longest, batch.lengths)].tolist()
+
+
+def _microbatch(waiting: list[int], lengths: list[int], needs: list[int], pool: Pool) -> list[_Group]:
+    """Groups of one microbatch, in the order in which they were opened."""
+    tallest, *others = waiting
+    open_groups = _OpenGroups(pool, limit=SLACK * lengths[tallest] * pool.token_budget)
+    open_groups.open(tallest, lengths[tallest], needs[tallest])
+    for sequence in others:
+        open_groups.place(sequence, lengths[sequence], needs[sequence])
+    return open_groups.groups
+
+
+class _OpenGroups:
+    """The groups of a microbatch that is being filled: one numpy column per quantity, one row per group."""
+
+    def __init__(self, pool: Pool, limit: float) -> None:
+        self.pool = pool
+        self.powers = _powers(pool)
+        self.limit = limit
+        self.groups: list[_Group] = []
+        self.free = pool.ranks
+        self.fullest = 0.0
+        self.most_room = 0
+        self._size, self._chunks, self._room = np.zeros((3, pool.ranks), np.int64)
+        self._load = np.zeros(pool.ranks)
+
+    def place(self, sequence: int, length: int, need: int) -> None:
+        """Add the sequence where the largest rank load stays smallest; leave it waiting if it fits nowhere."""
+        if length > self.most_room and need > self.free:
+            return
+        best = (np.inf, 0, False, 0)  # value, size, whether new, group
+        for new_size in self.powers:
+            value = max(self.fullest, length**2 / new_size)
+            if need <= new_size <= self.free and value <= self.limit and fits(length, new_size, self.pool):
+                best = min(best, (value, new_size, True, len(self.groups)))
+        if length <= self.most_room:
+            best = min(best, self._best_existing(length, need))
+        value, size, is_new, group = best
+        if value == np.inf:
+            return
+        if is_new:
+            self.open(sequence, length, size)
+        else:
+            self._add(group, sequence, length)
+
+    def _best_existing(self, length: int, need: int) -> tuple[float, int, bool, int]:
+        count = len(self.groups)
+        size, chunks = self._size[:count], self._chunks[:count]
+        value = np.maximum(self._load[:count] + length**2 / size, self.fullest)
+        value[(size < need) | (-(-length // chunks) * chunks > self._room[:count]) | (value > self.limit)] = np.inf
+        ties = np.flatnonzero(value == value.min())
+        group = int(ties[size[ties].argmin()])
+        return float(value[group]), int(size[group]), False, group
+
+    def open(self, sequence: int, length: int, size: int) -> None:
+        """Open a group of `size` free ranks with this sequence."""
+        group = len(self.groups)
+        self.groups.append(_Group(size, []))
+        self.free -= size
+        self._size[group], self._chunks[group], self._room[group] = (
+            size,
+            self.pool.chunks(size),
+            self.pool.capacity(size),
+        )
+        self._add(group, sequence, length)
+
+    def _add(self, group: int, sequence: int, length: int) -> None:
+        size, members = self.groups[group]
+        members.append(sequence)
+        self._room[group] -= self.pool.padded(length, size)
+        self._load[group] += length**2 / size
+        self.fullest = max(self.fullest, float(self._load[group]))
+        self.most_room = int(self._room[: len(self.groups)].max())
+
+
+def _fill_empty_ranks(groups: list[_Group], lengths: list[int], pool: Pool) -> list[_Group]:
+    """Double the first of the smallest groups until no rank is empty, or else make the pool one group."""
+
+    def holds(size: int, members: list[int]) -> bool:
+        return sum(pool.padded(lengths[i], size) for i in members) <= pool.capacity(size)
+
+    empty = pool.ranks - sum(group.size for group in groups)
+    doubled = list(groups)
+    heap = [(group.size, index) for index, group in enumerate(groups)]
+    heapq.heapify(heap)
+    while empty and heap:
+        size, index = heapq.heappop(heap)
+        members = groups[index].members
+        if size <= empty and 2 * size in pool.degrees and holds(2 * size, members):
+            doubled[index] = _Group(2 * size, members)
+            heapq.heappush(heap, (2 * size, index))
+            empty -= size
+    if not empty or pool.ranks not in pool.degrees or not holds(pool.ranks, groups[0].members[:1]):
+        return doubled
+
+    fitting: list[int] = []
+    for sequence in sorted((i for group in groups for i in group.members), key=lambda i: (-lengths[i], i)):
+        if holds(pool.ranks, [*fitting, sequence]):
+            fitting.append(sequence)
+    return [_Group(pool.ranks, fitting)]
