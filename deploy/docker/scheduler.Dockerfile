@@ -14,7 +14,8 @@ RUN python -m venv /opt/hydra-cp \
 
 FROM python:${PYTHON}-slim-bookworm
 COPY --from=build /opt/hydra-cp /opt/hydra-cp
-RUN useradd --uid 65532 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin hydracp \
+RUN groupadd --gid 65532 hydracp \
+ && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin hydracp \
  && install -d -o 65532 -g 65532 /var/lib/hydra-cp /var/cache/numba
 # Within a container, what is published decides who can connect.
 ENV PATH=/opt/hydra-cp/bin:$PATH \

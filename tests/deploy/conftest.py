@@ -36,6 +36,7 @@ EVERYTHING = {
         "processesPerNode": 8,
         "args": ["--iterations", "7"],
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+        "output": {"existingClaim": "runs"},
         "maxRestarts": 0,
         "shutdownGraceSeconds": 90,
         "resources": {"limits": {"nvidia.com/gpu": 8}},

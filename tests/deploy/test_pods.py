@@ -1,5 +1,7 @@
 """What the pods are allowed, how they are probed and how they end."""
 
+import re
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 import pytest
@@ -52,16 +54,16 @@ def test_every_path_that_settings_write_to_is_a_writable_mount(helm: Helm, value
             assert {mount["name"] for mount in mounts} <= volumes
             assert not any(mount.get("readOnly") for mount in mounts)
             writable = {PurePosixPath(mount["mountPath"]) for mount in mounts}
-            written = {PurePosixPath("/tmp"), *written_by_settings(environment(container))}
+            written = {PurePosixPath("/tmp"), *paths(environment(container).values()), *paths(container["args"])}
             for path in written:
                 assert writable & {path, *path.parents}, (
                     f"{container['name']} writes {path}, on a read-only file system"
                 )
 
 
-def written_by_settings(variables: dict[str, str]) -> set[PurePosixPath]:
-    """Absolute paths in the values of variables: plain, or as the path of a SQLite URL."""
-    values = (value.removeprefix("sqlite:///") for value in variables.values())
+def paths(settings: Iterable[str]) -> set[PurePosixPath]:
+    """Absolute paths in settings: plain, as the path of a SQLite URL, or after an option's "="."""
+    values = (re.sub(r"^(sqlite:///|--[a-z-]+=)", "", setting) for setting in settings)
     return {PurePosixPath(value) for value in values if value.startswith("/")}
 
 
