@@ -1,0 +1,207 @@
+"""How ranks decide together which plan an iteration runs by.
+
+`decide` is pure: every rank calls it with what every rank has, and so comes to the same verdict, with the same
+reason in words. `Peers` brings the ranks' records together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_service.domain import HydraCpError, InvalidInputError, Reason
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Status(IntEnum):
+    """How a rank fares with the plan of an iteration. Values travel between ranks."""
+
+    PLANNED = 0
+    """It holds a plan."""
+    UNREACHABLE = 1
+    """No connection to the service."""
+    UNANSWERED = 2
+    """The service holds the connection but does not answer."""
+    UNPLANNED = 3
+    """The service answers, but had no plan within the time."""
+    REFUSED = 4
+    """The service, or the local planner, cannot plan this batch."""
+    SKIPPED = 5
+    """Not asked for: some rank still has no connection after an iteration without one."""
+    FENCED = 6
+    """A higher attempt of the job took over: this process is to stop."""
+    MISCONFIGURED = 7
+    """The service refuses the job's registration."""
+
+
+_WORDS = {
+    Status.UNREACHABLE: "cannot reach the scheduler",
+    Status.UNANSWERED: "got no answer from the scheduler in time",
+    Status.UNPLANNED: "got no plan from the scheduler in time",
+    Status.REFUSED: "got the answer that this batch cannot be planned",
+    Status.SKIPPED: "did not ask, since other ranks still cannot reach the scheduler",
+    Status.FENCED: "was told that a higher attempt of the job has taken over",
+    Status.MISCONFIGURED: "had the job's registration refused",
+}
+
+_STOPPING = {Status.FENCED: Reason.ATTEMPT_FENCED, Status.MISCONFIGURED: Reason.JOB_CONFLICT}
+
+CONNECTION = frozenset({Status.UNREACHABLE, Status.UNANSWERED, Status.SKIPPED})
+"""What trying again quickly does not mend."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has: a plan by its digest, or a status that says why not."""
+
+    status: Status
+    digest: str = ""
+
+
+class Verdict(Enum):
+    """What all ranks do."""
+
+    USE = "use the plan of the service"
+    FALL_BACK = "plan locally, all of them"
+    STOP = "stop, all of them"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The verdict, and why."""
+
+    verdict: Verdict
+    why: str
+    """In words; the same on every rank."""
+    stop_reason: Reason | None = None
+    """For programs, with STOP."""
+    disconnected: bool = False
+    """Whether the connection of any rank was the trouble."""
+
+
+def decide(outcomes: Sequence[Outcome]) -> Decision:
+    """What the ranks do, by what each has (`outcomes[rank]`): one plan on all of them, or none of the fetched ones."""
+    for status, reason in _STOPPING.items():
+        if any(outcome.status == status for outcome in outcomes):
+            return Decision(Verdict.STOP, _complaints(outcomes), stop_reason=reason)
+    if any(outcome.status != Status.PLANNED for outcome in outcomes):
+        disconnected = any(outcome.status in CONNECTION for outcome in outcomes)
+        return Decision(Verdict.FALL_BACK, _complaints(outcomes), disconnected=disconnected)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, outcome in enumerate(outcomes):
+        ranks_of.setdefault(outcome.digest, []).append(rank)
+    if len(ranks_of) > 1:
+        told = "; ".join(f"{digest} on {_ranks(ranks)}" for digest, ranks in ranks_of.items())
+        return Decision(Verdict.FALL_BACK, f"the ranks hold different plans: {told}")
+    return Decision(Verdict.USE, f"{_ranks(range(len(outcomes)))} hold plan {outcomes[0].digest}")
+
+
+def _complaints(outcomes: Sequence[Outcome]) -> str:
+    """Who lacks a plan and why, one clause per status."""
+    clauses = []
+    for status, words in _WORDS.items():
+        ranks = [rank for rank, outcome in enumerate(outcomes) if outcome.status == status]
+        if ranks:
+            clauses.append(f"{_ranks(ranks)} {words}")
+    return "; ".join(clauses)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0–7', or 'ranks 1, 5, 6 and 9 more'."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+RECORD = np.dtype(
+    [("iteration", "<i8"), ("step", "<i4"), ("status", "<i4"), ("sequences", "<i8"), ("digest", "u1", 16)]
+)
+"""What ranks tell each other: 40 bytes. `step` counts the exchanges of one iteration."""
+
+
+def record(iteration: int, step: int, status: Status, *, sequences: int = 0, digest: str = "") -> npt.NDArray[np.void]:
+    """One rank's record, shape (1,)."""
+    row = np.zeros(1, RECORD)
+    row["iteration"], row["step"], row["status"], row["sequences"] = iteration, step, status, sequences
+    if digest:
+        row["digest"] = np.frombuffer(bytes.fromhex(digest), np.uint8)
+    return row
+
+
+def outcomes(records: npt.NDArray[np.void]) -> list[Outcome]:
+    """What the ranks' records say of their plans."""
+    return [
+        Outcome(Status(int(row["status"])), row["digest"].tobytes().hex() if row["status"] == Status.PLANNED else "")
+        for row in records
+    ]
+
+
+class Peers:
+    """The ranks of the pool, on a process group that nothing else uses; without one, a pool of one rank.
+
+    A collective that fails or times out leaves the group unusable: it is the end of the agent.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None, rank: int, ranks: int, timeout_s: float) -> None:
+        found = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
+        if found != (rank, ranks):
+            raise InvalidInputError(
+                Reason.INVALID_ARGUMENT,
+                f"agent: rank {rank} of a pool of {ranks} was given a process group in which it is rank {found[0]} of "
+                f"{found[1]}; give a gloo group of exactly the pool's ranks, in their order",
+            )
+        self._group = process_group
+        self._size = ranks
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def gather(self, own: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """Every rank's array, in the order of the ranks, end to end; all have the same size and type.
+
+        Raises `HydraCpError` (RANKS_DISAGREE) where a rank is gone or does not come within the time.
+        """
+        if self._group is None:
+            return own
+        import torch  # not before there are other ranks: tools and relays run without it
+        import torch.distributed as dist
+
+        mine = torch.from_numpy(np.ascontiguousarray(own).view(np.uint8).reshape(-1).copy())
+        theirs = [torch.empty_like(mine) for _ in range(self._size)]
+        try:
+            dist.all_gather(theirs, mine, group=self._group, async_op=True).wait(self._timeout)
+        except RuntimeError as error:
+            seconds = self._timeout.total_seconds()
+            raise HydraCpError(
+                Reason.RANKS_DISAGREE, f"the other ranks did not all answer within {seconds:g} s, or died: {error}"
+            ) from error
+        return torch.cat(theirs).numpy().view(own.dtype)
+
+    def gather_records(self, own: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Every rank's record, by rank. Raises `HydraCpError` where ranks are not at the same point."""
+        records: npt.NDArray[np.void] = self.gather(own)  # type: ignore[assignment]
+        for name in ("iteration", "step"):
+            if (records[name] != own[name]).any():
+                where = {rank: int(value) for rank, value in enumerate(records[name])}
+                raise HydraCpError(
+                    Reason.RANKS_DISAGREE,
+                    f"ranks are not at the same {name} (rank: {name} {where}); every rank submits the same iterations "
+                    "in the same order",
+                )
+        return records
+
+    def gather_lengths(self, own: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """Every rank's lengths, by rank, when rank j holds `sizes[j]`."""
+        padded = np.zeros(max(1, int(sizes.max())), np.int64)
+        padded[: len(own)] = own
+        rows = self.gather(padded).reshape(len(sizes), -1)
+        return [np.array(row[:size], np.int64) for row, size in zip(rows, sizes, strict=True)]
