@@ -62,6 +62,13 @@ class Rows:
         else:
             x.index_copy_(dim, self._index(x.device), values.to(x.dtype))
 
+    def add(self, x: Tensor, values: Tensor) -> None:
+        """Add `values` to these rows of `x`, in the dtype of `x`."""
+        if self._is_run:
+            x.narrow(0, self._first, len(self)).add_(values)
+        else:
+            self.put(x, self.take(x) + values)
+
     def _index(self, device: torch.device) -> Tensor:
         if device not in self._on:
             self._on[device] = self._numbers.to(device, non_blocking=True)
