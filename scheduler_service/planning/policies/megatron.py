@@ -1,17 +1,18 @@
 """Dynamic context parallelism as in Megatron-Core's development branch: the packing-aware scheduler.
 
 Follows: a sequence needs the smallest power of two of ranks whose budget holds it. Each microbatch starts from the
-longest sequence that waits and may load its ranks with 1.05 × (that length × the budget). Every other waiting
-sequence, longest first, tries groups of its need, twice its need, … : each existing group of that size with tokens
-left, then a new one; the placement that leaves the smallest largest rank load wins, the first found on a tie. Ranks
-that stay empty are filled by doubling the first of the smallest groups, again and again; where that does not come
-out even, the whole pool becomes one group with what fits. Source: the project's description of that scheduler
-(design of planning, section 5), written anew from it.
+longest sequence that waits. Every other waiting sequence, longest first, tries groups of its need, twice its need,
+… : each existing group of that size with tokens left, then a new one; the placement that leaves the smallest largest
+rank load wins, the first found on a tie. Ranks that stay empty are filled by doubling the first of the smallest
+groups, again and again; where that does not come out even, the whole pool becomes one group with what fits. The
+original also keeps rank loads below 1.05 × s₁·B, s₁ being the microbatch's longest sequence; that never binds, since
+Σs²/g ≤ s₁·Σs/g ≤ s₁·B in any group within the budget, and is left out. Source: the project's description of that
+scheduler (design of planning, section 5), written anew from it.
 
-Departs: padding counts as tokens, so a group that would overflow by padding is not chosen and not doubled; groups
-are numbered by falling size at the end, so that each starts at a multiple of its size (the original shifts groups
-behind a doubled one); where a limit on the degree leaves ranks that no group may take, they stay empty. It takes no
-degree cap.
+Departs: padding counts as tokens, so a group that would overflow by padding is not chosen and not doubled; ranks that
+only such a group, or one beyond the limit on the degree, could take stay empty. Groups are numbered by falling size
+at the end, so that each starts at a multiple of its size (the original shifts groups behind a doubled one). It takes
+no degree cap.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ import numpy as np
 from scheduler_service.domain import Batch, InfeasibleError, Plan, Pool, Reason
 from scheduler_service.planning.feasibility import fits, require_fit
 from scheduler_service.planning.policy import PlanningConfig, new_plan
-
-SLACK = 1.05
-"""How far a rank's load may pass that of the longest sequence at a full budget."""
 
 
 class _Group(NamedTuple):
@@ -83,7 +81,7 @@ def _needs(batch: Batch, pool: Pool) -> list[int]:
 def _microbatch(waiting: list[int], lengths: list[int], needs: list[int], pool: Pool) -> list[_Group]:
     """Groups of one microbatch, in the order in which they were opened."""
     tallest, *others = waiting
-    open_groups = _OpenGroups(pool, limit=SLACK * lengths[tallest] * pool.token_budget)
+    open_groups = _OpenGroups(pool)
     open_groups.open(tallest, lengths[tallest], needs[tallest])
     for sequence in others:
         open_groups.place(sequence, lengths[sequence], needs[sequence])
@@ -93,10 +91,9 @@ def _microbatch(waiting: list[int], lengths: list[int], needs: list[int], pool: 
 class _OpenGroups:
     """The groups of a microbatch that is being filled: one numpy column per quantity, one row per group."""
 
-    def __init__(self, pool: Pool, limit: float) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.powers = _powers(pool)
-        self.limit = limit
         self.groups: list[_Group] = []
         self.free = pool.ranks
         self.fullest = 0.0
@@ -110,9 +107,8 @@ class _OpenGroups:
             return
         best = (np.inf, 0, False, 0)  # value, size, whether new, group
         for new_size in self.powers:
-            value = max(self.fullest, length**2 / new_size)
-            if need <= new_size <= self.free and value <= self.limit and fits(length, new_size, self.pool):
-                best = min(best, (value, new_size, True, len(self.groups)))
+            if need <= new_size <= self.free and fits(length, new_size, self.pool):
+                best = min(best, (max(self.fullest, length**2 / new_size), new_size, True, len(self.groups)))
         if length <= self.most_room:
             best = min(best, self._best_existing(length, need))
         value, size, is_new, group = best
@@ -127,7 +123,7 @@ class _OpenGroups:
         count = len(self.groups)
         size, chunks = self._size[:count], self._chunks[:count]
         value = np.maximum(self._load[:count] + length**2 / size, self.fullest)
-        value[(size < need) | (-(-length // chunks) * chunks > self._room[:count]) | (value > self.limit)] = np.inf
+        value[(size < need) | (-(-length // chunks) * chunks > self._room[:count])] = np.inf
         ties = np.flatnonzero(value == value.min())
         group = int(ties[size[ties].argmin()])
         return float(value[group]), int(size[group]), False, group
@@ -137,11 +133,9 @@ class _OpenGroups:
         group = len(self.groups)
         self.groups.append(_Group(size, []))
         self.free -= size
-        self._size[group], self._chunks[group], self._room[group] = (
-            size,
-            self.pool.chunks(size),
-            self.pool.capacity(size),
-        )
+        self._size[group] = size
+        self._chunks[group] = self.pool.chunks(size)
+        self._room[group] = self.pool.capacity(size)
         self._add(group, sequence, length)
 
     def _add(self, group: int, sequence: int, length: int) -> None:
@@ -159,19 +153,23 @@ def _fill_empty_ranks(groups: list[_Group], lengths: list[int], pool: Pool) -> l
     def holds(size: int, members: list[int]) -> bool:
         return sum(pool.padded(lengths[i], size) for i in members) <= pool.capacity(size)
 
-    empty = pool.ranks - sum(group.size for group in groups)
-    doubled = list(groups)
+    empty, overfull = pool.ranks - sum(group.size for group in groups), False
+    filled = list(groups)
     heap = [(group.size, index) for index, group in enumerate(groups)]
     heapq.heapify(heap)
     while empty and heap:
         size, index = heapq.heappop(heap)
         members = groups[index].members
-        if size <= empty and 2 * size in pool.degrees and holds(2 * size, members):
-            doubled[index] = _Group(2 * size, members)
-            heapq.heappush(heap, (2 * size, index))
-            empty -= size
-    if not empty or pool.ranks not in pool.degrees or not holds(pool.ranks, groups[0].members[:1]):
-        return doubled
+        if size > empty or 2 * size not in pool.degrees:
+            continue
+        if not holds(2 * size, members):
+            overfull = True
+            continue
+        filled[index] = _Group(2 * size, members)
+        heapq.heappush(heap, (2 * size, index))
+        empty -= size
+    if not empty or overfull or pool.ranks not in pool.degrees or not holds(pool.ranks, groups[0].members[:1]):
+        return filled
 
     fitting: list[int] = []
     for sequence in sorted((i for group in groups for i in group.members), key=lambda i: (-lengths[i], i)):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_service.domain import Batch, CostModel, Plan, Pool
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.simulation import forecast, rank_loads, replay_pipeline
-from tests.support.plans import batches, costs, pools, random_plan
+from tests.support.strategies import batches, costs, pools, random_plan
 
 COST = PlanningConfig(CostModel(theta=1.0, tau=10.0, overhead=100.0))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_service.domain import Batch, InvalidInputError, Plan, Pool
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.simulation import group_loads, rank_loads
-from tests.support.plans import batches, pools, random_plan
+from tests.support.strategies import batches, pools, random_plan
 
 
 @pytest.fixture
