@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -107,6 +108,13 @@ class Plan:
     def digest(self) -> str:
         """BLAKE2b-128 of the canonical bytes, in hexadecimal."""
         return hashlib.blake2b(self.canonical_bytes(), digest_size=16).hexdigest()
+
+    def with_predictions(self, *, predicted_s: float = 0.0, lower_bound_s: float = 0.0, plan_s: float = 0.0) -> Plan:
+        """The same plan, described by these seconds. Columns and digest are shared, not made again."""
+        described = copy.copy(self)
+        header = replace(self.header, predicted_s=predicted_s, lower_bound_s=lower_bound_s, plan_s=plan_s)
+        object.__setattr__(described, "header", header)
+        return described
 
     def header_json(self) -> dict[str, Any]:
         """The header as plain values, as `hydra-cp plan --out` writes it."""

@@ -1,0 +1,23 @@
+"""How loops are compiled: with numba, outside the interpreter lock, and kept on disk between processes.
+
+A service that plans on a thread stays responsive because compiled loops release the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import numba
+
+Loop = TypeVar("Loop", bound=Callable[..., object])
+
+
+def compiled(loop: Loop) -> Loop:
+    """Compile `loop` on its first call, or load it from numba's cache."""
+    try:
+        return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
+    except RuntimeError:
+        # numba found no folder that it may write its cache to (read-only image without NUMBA_CACHE_DIR).
+        # Compiling in every process costs seconds at start-up; not planning would cost the job.
+        return cast(Loop, numba.njit(nogil=True)(loop))

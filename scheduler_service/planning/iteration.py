@@ -1,0 +1,59 @@
+"""Planning one iteration: policy, verification, prediction, certificate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from scheduler_service.domain import Batch, CostModel, InvalidInputError, Plan, Pool, Reason
+from scheduler_service.planning.certificate import lower_bound_s
+from scheduler_service.planning.policies import hydra, megatron, static_cp
+from scheduler_service.planning.policy import PlanningConfig, Policy
+from scheduler_service.planning.verify import verify_plan
+from scheduler_service.simulation import forecast
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {"hydra": hydra.plan, "static_cp": static_cp.plan, "megatron": megatron.plan}
+)
+"""The scheduling systems by name."""
+
+DEFAULT_POLICY = "hydra"
+
+
+def plan_iteration(
+    batch: Batch,
+    pool: Pool,
+    *,
+    policy: str = DEFAULT_POLICY,
+    cost: CostModel | None = None,
+    cap: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Plan:
+    """A verified plan of `batch` on `pool`, the same to the byte for the same input.
+
+    `cost` defaults to `CostModel()`; `cap` fixes the degree cap C where the policy has one. The header's
+    `predicted_s` and `lower_bound_s` are seconds by the simple cost model; `plan_s` is what `clock` measured for
+    planning and verification. These three are no part of the plan's digest.
+
+    Raises `InvalidInputError` for an unknown policy, `InfeasibleError` (SEQUENCE_TOO_LONG) if the pool cannot hold
+    the longest sequence.
+    """
+    if policy not in POLICIES:
+        raise InvalidInputError(
+            Reason.UNKNOWN_POLICY, f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}"
+        )
+    began = clock()
+    plan = POLICIES[policy](batch, pool, PlanningConfig(cost or CostModel(), cap))
+    verify_plan(plan, batch)
+    plan_s = clock() - began
+    return plan.with_predictions(
+        predicted_s=forecast(plan, batch).iteration_s,
+        lower_bound_s=lower_bound_s(batch, pool, plan.header.cost),
+        plan_s=plan_s,
+    )
+
+
+def warm_up() -> None:
+    """Compile the planner's loops, or load them from numba's cache, so that the first plan is not the slow one."""
+    plan_iteration(Batch([3, 2, 1]), Pool(ranks=2, token_budget=4))

@@ -1,0 +1,1 @@
+"""One module per scheduling system, each with a function `plan(batch, pool, config) -> Plan`."""
