@@ -89,7 +89,7 @@ def test_probes_ask_grpc_health_and_are_patient(helm: Helm, values):
 
 def test_pods_get_longer_to_stop_than_the_scheduler_takes(helm: Helm, values):
     for pod, scheduler in schedulers(helm.render(values)):
-        grace_s = float(environment(scheduler)["HYDRACP_SHUTDOWN_GRACE_S"])
+        grace_s = float(environment(scheduler)["HYDRACP_GRACE_S"])
         sidecar = scheduler not in pod["spec"]["containers"]
         # The other containers of a pod are stopped before its sidecars, out of the same time.
         others_s = values.get("trainer", {}).get("shutdownGraceSeconds", 30) if sidecar else 0

@@ -113,13 +113,13 @@ env:
     value: 0.0.0.0:7422
   - name: HYDRACP_STORE
     value: sqlite:////var/lib/hydra-cp/history.sqlite3
-  - name: HYDRACP_SHUTDOWN_GRACE_S
+  - name: HYDRACP_GRACE_S
     value: {{ $scheduler.shutdownGraceSeconds | quote }}
   {{- range $name, $value := $scheduler.settings }}
   {{- if not (regexMatch "^[a-z][a-z0-9_]*$" $name) }}
   {{- fail (printf "scheduler.settings: %q is not a name of a setting; write it as in the configuration file, in lower case" $name) }}
   {{- end }}
-  {{- if has $name (list "grpc" "http" "store" "shutdown_grace_s") }}
+  {{- if has $name (list "grpc" "http" "store" "grace_s") }}
   {{- fail (printf "scheduler.settings.%s is set by the chart: the probes, the Service and the volumes depend on it" $name) }}
   {{- end }}
   - name: HYDRACP_{{ upper $name }}
