@@ -212,6 +212,13 @@ class Scheduler:
                 raise _again(error)
         return iteration
 
+    async def whole_plan(self, name: str, epoch: str, stream: Stream, number: int) -> PlannedBatch:
+        """A plan that is ready or remembered. Readers that are no part of the job have no epoch."""
+        self._refuse_if_stopping()
+        if epoch:
+            self._jobs.authorise(name, epoch)
+        return await self.planned(name, stream, number)
+
     def report(self, name: str, epoch: str, timings: Sequence[Timing]) -> None:
         """Take what agents measured. Timings of iterations that have left the window are dropped."""
         job = self._authorise(name, epoch)

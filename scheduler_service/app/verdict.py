@@ -63,7 +63,8 @@ def judge(now: float, last_seen_at: float, iterations: Sequence[IterationRecord]
         return Verdict(
             Condition.BEHIND,
             f"behind: ranks waited for {len(waited)} of the last {len(executed)} plans, longest "
-            f"{worst.plan_wait_s:.3f} s of {worst.measured_s:.3f} s in iteration {worst.iteration}; submit lengths earlier",
+            f"{worst.plan_wait_s:.3f} s of {worst.measured_s:.3f} s in iteration {worst.iteration}; "
+            "submit lengths earlier",
         )
     planned = max((one.iteration for one in iterations if one.digest), default=executed[0].iteration)
     return Verdict(
