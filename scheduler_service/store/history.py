@@ -12,7 +12,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Executable,
+    RowMapping,
     Select,
     Table,
     create_engine,
@@ -154,10 +155,10 @@ class SqlHistory:
             query = query.where(tables.events.c.id < before)
         return await self._read(query.order_by(tables.events.c.id.desc()).limit(limit), rows.event_record)
 
-    async def _read(self, query: Select[Any], record: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
+    async def _read(self, query: Select[Any], record: Callable[[RowMapping], Record]) -> list[Record]:
         return await asyncio.to_thread(self._read_now, query, record)
 
-    def _read_now(self, query: Select[Any], record: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
+    def _read_now(self, query: Select[Any], record: Callable[[RowMapping], Record]) -> list[Record]:
         if self._inode is None:  # not opened yet, or lost: connecting would create an empty file
             return []
         try:
@@ -252,7 +253,7 @@ def _engine_of(url: str) -> tuple[Engine, Path]:
     if parsed is None or parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
         raise InvalidInputError(
             Reason.INVALID_ARGUMENT,
-            f"store {url!r} is not usable; give sqlite:///FILE (four slashes: an absolute path)",
+            f"store {url!r} is not usable; give sqlite:///FILE (with four slashes, an absolute path)",
         )
     engine = create_engine(parsed)
     event.listen(engine, "connect", _configure)
@@ -301,13 +302,8 @@ def _upsert(connection: Connection, table: Table, row: rows.Row, key: tuple[str,
 
 
 def _trim(connection: Connection, retention: Retention) -> None:
-    kept = (
-        (tables.iterations, retention.iterations),
-        (tables.plans, retention.plans),
-        (tables.events, retention.events),
-    )
-    for table, keep in kept:
-        connection.execute(_delete_all_but(table, keep))
+    for table in (tables.iterations, tables.plans, tables.events):
+        connection.execute(_delete_all_but(table, getattr(retention, table.name)))
 
 
 def _delete_all_but(table: Table, keep: int) -> Executable:

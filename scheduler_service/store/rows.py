@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from sqlalchemy import RowMapping
 
 from scheduler_service.app import (
     EventRecord,
@@ -32,7 +32,7 @@ def job_row(record: JobRecord) -> Row:
     return asdict(record)
 
 
-def job_record(row: Mapping[str, Any]) -> JobRecord:
+def job_record(row: RowMapping) -> JobRecord:
     """A row as a job."""
     config = row["config"]
     return JobRecord(
@@ -54,7 +54,7 @@ def iteration_row(record: IterationRecord) -> Row:
     return asdict(record)
 
 
-def iteration_record(row: Mapping[str, Any]) -> IterationRecord:
+def iteration_record(row: RowMapping) -> IterationRecord:
     """A row as an iteration."""
     values = {name: value for name, value in row.items() if name != "id"}
     values["stream"] = Stream(row["stream"])
@@ -81,16 +81,19 @@ def plan_row(record: IterationRecord, planned: PlannedBatch) -> Row:
     }
 
 
-def planned_batch(row: Mapping[str, Any]) -> PlannedBatch:
+def planned_batch(row: RowMapping) -> PlannedBatch:
     """A row as a plan."""
     header = row["header"]
     columns = np.frombuffer(zlib.decompress(row["content"]), "<i4").reshape(4, header["sequences"])
+    microbatch, start, degree, lengths = columns
     return PlannedBatch(
         plan=Plan(
-            *columns[:3],
-            header=PlanHeader(**{**header, "pool": Pool(**header["pool"]), "cost": CostModel(**header["cost"])}),
+            microbatch,
+            start,
+            degree,
+            PlanHeader(**{**header, "pool": Pool(**header["pool"]), "cost": CostModel(**header["cost"])}),
         ),
-        batch=Batch(columns[3]),
+        batch=Batch(lengths),
         shard_sizes=tuple(row["shard_sizes"]),
     )
 
@@ -100,6 +103,6 @@ def event_row(record: EventRecord) -> Row:
     return asdict(record)
 
 
-def event_record(row: Mapping[str, Any]) -> EventRecord:
+def event_record(row: RowMapping) -> EventRecord:
     """A row as an event."""
     return EventRecord(**{**row, "stream": Stream(row["stream"]) if row["stream"] else None})

@@ -58,7 +58,7 @@ def cost_model(message: plan_pb2.CostModel | None) -> CostModel:
     return CostModel() if message is None else CostModel(message.theta, message.tau, message.overhead)
 
 
-def stream(value: int) -> Stream:
+def stream(value: planner_pb2.Stream) -> Stream:
     """A stream. Raises `InvalidInputError` for a number of a later version."""
     if value not in _STREAMS:
         raise InvalidInputError(Reason.INVALID_ARGUMENT, f"stream {value} is not known to this version; give 1 to 3")
