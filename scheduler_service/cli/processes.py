@@ -1,0 +1,63 @@
+"""Child processes of a command: logged to a file, ended with everything that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from worker_agent.training.lifetime import die_with_parent
+
+
+class Child:
+    """A process with its own process group and a log file. Use as a context manager: leaving it ends the group.
+
+    If the command itself is killed, the kernel ends the child (on Linux).
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.name, self.log = name, log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C reaches the command alone, which then ends its children in order
+                preexec_fn=die_with_parent,
+            )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of its process group."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def stop(self, grace_s: float = 15.0) -> None:
+        """SIGTERM to the child, which passes it on; SIGKILL to its whole group after `grace_s`."""
+        if self.poll() is None:
+            self._process.terminate()
+            end = time.monotonic() + grace_s
+            while self.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,201 @@
+"""Training through a real scheduler, over real process boundaries: sample order, resume, and a scheduler that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_service.domain import Pool
+from tests.support.ranks import run_ranks
+from tests.support.scheduler import Scheduler, scheduler
+from worker_agent.training.config import ModelConfig, RunConfig
+from worker_agent.training.documents import CorpusConfig, Documents, prepare_documents
+
+CORPUS = CorpusConfig(vocabulary=512, longest=512, documents=150)
+BATCH = 16
+RANKS = 4
+POOL = Pool(ranks=RANKS, token_budget=192, ep=2, heads=2, max_ulysses=2)
+CONFIG = RunConfig(
+    pool=POOL, model=ModelConfig(vocabulary=512, hidden=32), iterations=8, batch=BATCH, policy="hydra", lookahead=2
+)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("documents") / "documents.npz"
+    prepare_documents(path, CORPUS)
+    return path
+
+
+def _train(
+    rank: int, config: RunConfig, target: str, attempt: int, documents: Path, output: Path, first: int, every: int
+) -> None:
+    """One rank's whole run, as `python -m worker_agent.training` makes it."""
+    from worker_agent.client import AgentConfig, PlanAgent
+    from worker_agent.training.model import LanguageModel
+    from worker_agent.training.run import Run
+    from worker_agent.training.topology import build_topology
+    from worker_agent.training.trainer import Trainer
+
+    topology = build_topology(config.pool)
+    model = LanguageModel(config.model, experts=topology.experts)
+    trainer = Trainer(model, config.pool, topology, config.optimizer)
+    agent_config = AgentConfig(
+        target=target, job="test", attempt=attempt, pool=config.pool, policy=config.policy, cost=config.cost
+    )
+    with PlanAgent(agent_config, rank, topology.agent) as agent:
+        Run(config, Documents.load(documents), trainer, agent, output).train(first, every)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may still be written to."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def trained_samples(output: Path, iteration: int) -> list[int]:
+    """Ids of the samples that all ranks together trained in `iteration`, sorted."""
+    return sorted(
+        sample
+        for rank in range(RANKS)
+        for line in read_lines(output / f"ledger-{rank}.jsonl")
+        if line["iteration"] == iteration
+        for sample in line["samples"]
+    )
+
+
+def test_a_run_is_planned_by_the_service_learns_and_resumes_where_it_stopped(documents: Path, tmp_path: Path):
+    with scheduler() as service:
+        run_ranks(RANKS, _train, CONFIG, service.grpc, 0, documents, tmp_path, 0, 5)
+        records = read_lines(tmp_path / "metrics.jsonl")
+        # The same folder and job again, from the checkpoint before iteration 5, as another attempt.
+        run_ranks(RANKS, _train, CONFIG, service.grpc, 1, documents, tmp_path, 5, 0)
+        resumed = read_lines(tmp_path / "metrics.jsonl")[len(records) :]
+
+    assert [record["iteration"] for record in records] == list(range(8))
+    assert {record["origin"] for record in records} == {"service"}
+    assert {"1", "2", "4"} <= {degree for record in records for degree in record["degrees"]}
+    assert all(record["bytes_sent"][kind] > 0 for kind in ("ulysses", "ep", "reroute") for record in records)
+    assert sum(record["bytes_sent"]["ring"] for record in records) > 0
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    for iteration in range(5):
+        assert trained_samples(tmp_path, iteration) == list(range(iteration * BATCH, (iteration + 1) * BATCH))
+
+    assert [record["iteration"] for record in resumed] == [5, 6, 7]
+    for again, before in zip(resumed, records[5:], strict=True):
+        for field in ("loss", "gradient_norm", "digest", "labels", "tokens", "degrees"):
+            assert again[field] == before[field], field
+    for iteration in range(5, 8):
+        once = range(iteration * BATCH, (iteration + 1) * BATCH)
+        assert trained_samples(tmp_path, iteration) == sorted([*once, *once]), "before, and again after the resume"
+
+
+def test_the_loss_does_not_depend_on_the_policy(documents: Path, tmp_path: Path):
+    runs = {}
+    with scheduler() as service:
+        for attempt, policy in enumerate(("hydra", "static_cp", "megatron")):
+            output = tmp_path / policy
+            output.mkdir()
+            config = replace(CONFIG, policy=policy, iterations=3)
+            run_ranks(RANKS, _train, config, service.grpc, attempt, documents, output, 0, 0)
+            runs[policy] = read_lines(output / "metrics.jsonl")
+    expected = runs.pop("hydra")
+    for records in runs.values():
+        assert [r["digest"] for r in records] != [r["digest"] for r in expected]
+        assert [r["labels"] for r in records] == [r["labels"] for r in expected]
+        assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
+        assert [r["gradient_norm"] for r in records] == pytest.approx([r["gradient_norm"] for r in expected], rel=1e-3)
+
+
+@contextmanager
+def torchrun(target: str, documents: Path, output: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Four workers under the real launcher; ended with everything they started."""
+    output.mkdir()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
+        "-m", "worker_agent.training", "--scheduler", target, "--documents", str(documents), "--output", str(output),
+        "--budget", str(POOL.token_budget), "--batch", str(BATCH), "--policy", "hydra", *options,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (output / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], log: Path, what: str) -> None:
+    """Until `condition`; fails by name after two minutes, or when `process` ends before."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, f"the run ended with {process.returncode} before {what}:\n{log.read_text()}"
+        assert time.monotonic() < end, f"no {what} within two minutes:\n{log.read_text()}"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_a_killed_scheduler_and_returns_to_a_restarted_one(documents: Path, tmp_path: Path):
+    disturbed, calm = tmp_path / "disturbed", tmp_path / "calm"
+    metrics = disturbed / "metrics.jsonl"
+
+    def origins() -> list[str]:
+        return [record["origin"] for record in read_lines(metrics)]
+
+    with scheduler() as service:
+        options = ("--iterations", "100000", "--fetch-timeout", "3")
+        with torchrun(service.grpc, documents, disturbed, *options) as process:
+            log = disturbed / "log"
+            wait_for(lambda: len(origins()) >= 5, process, log, "five iterations")
+            _kill_with_calls_parked(service, origins, lambda done, what: wait_for(done, process, log, what))
+            wait_for(lambda: origins().count("local") >= 5, process, log, "five iterations without a scheduler")
+            service.start()
+            wait_for(lambda: origins()[-3:] == ["service"] * 3, process, log, "plans from the restarted scheduler")
+
+    records = read_lines(metrics)[:-1]  # the last one may have been cut short before every rank wrote its ledger
+    assert [record["iteration"] for record in records] == list(range(len(records)))
+    assert all(record["reason"] for record in records if record["origin"] == "local")
+    for iteration in range(len(records)):
+        assert trained_samples(disturbed, iteration) == list(range(iteration * BATCH, (iteration + 1) * BATCH))
+
+    with scheduler() as service, torchrun(service.grpc, documents, calm, "--iterations", str(len(records))) as process:
+        assert process.wait(240) == 0, (calm / "log").read_text()
+    undisturbed = read_lines(calm / "metrics.jsonl")
+    assert {record["origin"] for record in undisturbed} == {"service"}
+    assert [record["digest"] for record in records] == [record["digest"] for record in undisturbed]
+    assert [record["loss"] for record in records] == [record["loss"] for record in undisturbed], "bit for bit"
+
+
+def _kill_with_calls_parked(
+    service: Scheduler, origins: Callable[[], list[str]], wait: Callable[[Callable[[], object], str], None]
+) -> None:
+    """Freeze the scheduler until the run has used up its plans and waits on the wire, then kill -9 it."""
+    os.kill(service.pid, signal.SIGSTOP)
+    frozen_at = len(origins())
+    wait(lambda: len(origins()) > frozen_at, "an iteration with the scheduler frozen")
+    service.kill()
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_ends_the_run_with_an_error(documents: Path, tmp_path: Path):
+    with scheduler() as service:
+        with torchrun(service.grpc, documents, tmp_path / "run", "--ep", "3") as process:
+            assert process.wait(120) != 0
+        assert "ep 3 does not divide 4 ranks" in (tmp_path / "run" / "log").read_text()

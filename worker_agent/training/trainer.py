@@ -1,0 +1,118 @@
+"""One training iteration, as a plan says.
+
+Guarantees: loss, gradients and the updated weights are those of one process that runs the whole global batch,
+whatever the plan (policy, degrees, microbatches): the loss is the sum of all token losses over the number of
+labels of the whole batch, every rank runs the same number of microbatches, and a rank without a sequence runs a
+dummy that joins every expert exchange with weight zero. Does not decide anything and does not wait for plans.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scheduler_service.domain import PlanSlice, Pool
+from worker_agent.data import IGNORE_INDEX, Rerouter, backward_scale, count_valid, mean_loss
+from worker_agent.training.config import OptimizerConfig
+from worker_agent.training.gradients import clip_gradients, gradient_norm, sum_gradients
+from worker_agent.training.model import LanguageModel
+from worker_agent.training.topology import Topology
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration gave: `loss`, `labels` and `gradient_norm` are the same on every rank, times are not."""
+
+    loss: float
+    """Mean loss over all labels of the global batch."""
+    labels: int
+    """Labels of the global batch that count."""
+    gradient_norm: float
+    """Norm of the whole model's gradient, before clipping."""
+    forward_s: list[float]
+    """Seconds of this rank's forward of each microbatch, waits for other ranks included."""
+    backward_s: list[float]
+
+
+class Trainer:
+    """A model and its optimizer on one rank of a pool."""
+
+    def __init__(self, model: LanguageModel, pool: Pool, topology: Topology, config: OptimizerConfig) -> None:
+        self.model, self.pool, self.topology, self.config = model, pool, topology, config
+        self.dense = list(model.dense_parameters())
+        self.experts = list(model.expert_parameters())
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+        decayed: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            decayed,
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+
+    def step(self, iteration: int, plan: PlanSlice, tokens: Sequence[Tensor], labels: Sequence[Tensor]) -> StepResult:
+        """Run one iteration and update the weights.
+
+        `tokens` and `labels` are the sequences that this rank loaded, in the order of `plan.loaded`; int64, shape
+        (length,). A collective over the pool. Raises `FloatingPointError`, on every rank alike and before any
+        weight has changed, when the gradient is not finite.
+        """
+        result = self.compute_gradients(plan, tokens, labels)
+        if not math.isfinite(result.gradient_norm):
+            raise FloatingPointError(
+                f"iteration {iteration}: the gradient's norm is {result.gradient_norm} and the loss {result.loss}; "
+                "lower the learning rate"
+            )
+        clip_gradients(self.model.parameters(), result.gradient_norm, self.config.max_norm)
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = self.config.learning_rate * min(1.0, (iteration + 1) / self.config.warmup)
+        self.optimizer.step()
+        self._balance_experts()
+        return result
+
+    def compute_gradients(self, plan: PlanSlice, tokens: Sequence[Tensor], labels: Sequence[Tensor]) -> StepResult:
+        """Leave the gradient of the global batch's mean loss in the parameters. A collective over the pool."""
+        self.model.zero_grad(set_to_none=True)
+        topology = self.topology
+        rerouter = Rerouter(plan, self.pool, topology.rank, topology.world, topology.counters)
+        token_shards = rerouter.route(tokens, 0)
+        label_shards = rerouter.route(labels, IGNORE_INDEX)
+        count = count_valid(label_shards, topology.world)
+        scale = backward_scale(count)
+
+        summed = torch.zeros((), dtype=torch.float64)
+        forward_s, backward_s = [], []
+        for part, own_tokens, own_labels in zip(rerouter.microbatches, token_shards, label_shards, strict=True):
+            group = topology.context.group(part.start, part.degree, part.ulysses)
+            started = time.perf_counter()
+            loss = self.model(own_tokens, own_labels, part.layout, group)
+            between = time.perf_counter()
+            (loss * scale).backward()
+            summed += loss.detach()
+            forward_s.append(between - started)
+            backward_s.append(time.perf_counter() - between)
+
+        sum_gradients(self.dense, topology.world)
+        sum_gradients(self.experts, topology.replicas)
+        return StepResult(
+            loss=mean_loss(summed, count, topology.world),
+            labels=count,
+            gradient_norm=gradient_norm(self.dense, self.experts, topology.experts.process_group),
+            forward_s=forward_s,
+            backward_s=backward_s,
+        )
+
+    def _balance_experts(self) -> None:
+        """One bias step per iteration, from the counts of the whole pool."""
+        for mixture in self.model.mixtures():
+            counts = mixture.counts.clone()
+            dist.all_reduce(counts, group=self.topology.world)
+            mixture.update_bias(counts, self.config.bias_step)
