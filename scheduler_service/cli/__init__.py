@@ -1,1 +1,74 @@
-"""The `hydra-cp` command line: one module per sub-command."""
+"""The `hydra-cp` command line: one module per sub-command, imported only when it is asked for.
+
+So `hydra-cp plan` needs neither torch nor the extras of the service, and a command whose extra is missing says
+which one to install. Exit codes: 0 ok, 1 failure, 2 usage or invalid input, 3 unreachable, 4 infeasible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+import typer.core
+import typer.main
+
+
+class SubCommand(NamedTuple):
+    """Where a sub-command lives: function `name` of module `scheduler_service.cli.<name>`."""
+
+    extra: str | None = None
+    """The extra of the distribution that its imports need."""
+
+
+SUB_COMMANDS = {
+    "quickstart": SubCommand(extra="training"),
+    "serve": SubCommand(extra="service"),
+    "plan": SubCommand(),
+    "version": SubCommand(),
+}
+
+
+class LazyCommands(typer.core.TyperGroup):
+    """Sub-commands by name, each module imported on first use."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names in the order of the help page."""
+        return list(SUB_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The sub-command, one that names the missing extra, or None if there is none of this name."""
+        if cmd_name not in SUB_COMMANDS:
+            return None
+        app = typer.Typer(add_completion=False)
+        try:
+            function = getattr(import_module(f"scheduler_service.cli.{cmd_name}"), cmd_name)
+        except ModuleNotFoundError as error:
+            extra = SUB_COMMANDS[cmd_name].extra
+            if extra is None or (error.name or "").startswith(("scheduler_service", "worker_agent", "hydracp")):
+                raise
+            message = f"Needs the module {error.name}: install it with  pip install 'hydra-cp[{extra}]'"
+            app.command(cmd_name, help=message, context_settings=_ANY_ARGUMENTS)(_unavailable(message))
+        else:
+            app.command(cmd_name)(function)
+        return typer.main.get_command(app)
+
+
+_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _unavailable(message: str) -> Callable[[], None]:
+    def command() -> None:
+        typer.echo(message, err=True)
+        raise typer.Exit(1)
+
+    return command
+
+
+main = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False)
+
+
+@main.callback()
+def _root() -> None:
+    """Plan hybrid context parallelism for long-context LLM training, and run the plans."""

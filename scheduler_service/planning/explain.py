@@ -40,7 +40,8 @@ def _explain_placement(plan: Plan, batch: Batch, sequence: int) -> str:
     memory = memory_degree(length, plan.header.pool)
     return (
         f"Policy {plan.header.policy} runs its {length:,} tokens on {_ranks(plan, sequence)} in microbatch "
-        f"{plan.microbatch[sequence]}; the token budget alone asks for degree {memory}, and at degree {degree} its attention load is {length**2 / degree:.3g}."
+        f"{plan.microbatch[sequence]}; the token budget alone asks for degree {memory}, and at degree {degree} its "
+        f"attention load is {length**2 / degree:.3g}."
     )
 
 
@@ -56,7 +57,8 @@ def _why_degree(length: int, own: int, pool: Pool, target: LoadTarget) -> str:
         faults.append(
             f"its attention load would be {length**2 / smaller[-1]:.3g}, over the target of {target.load:.3g}"
         )
-    return f"On {smaller[-1]} ranks {' and '.join(faults)}; at degree {own} its {load}."
+    ranks = "one rank" if smaller[-1] == 1 else f"{smaller[-1]} ranks"
+    return f"On {ranks} {' and '.join(faults)}; at degree {own} its {load}."
 
 
 def _why_group(plan: Plan, batch: Batch, sequence: int, own: int, target: LoadTarget) -> str:
@@ -66,12 +68,14 @@ def _why_group(plan: Plan, batch: Batch, sequence: int, own: int, target: LoadTa
     before = same[(batch.lengths[same] > length) | ((batch.lengths[same] == length) & (same < sequence))]
     beside = before[plan.start[before] == plan.start[sequence]]
     if len(beside) == 0:
-        return f"{'A free rank was' if own == 1 else f'{own} free ranks were'} left, so it opened the group {where}."
+        free = "A free rank was" if own == 1 else f"{own} free ranks were"
+        return f"{free} left, so it opened the group {where}."
     opener = beside[np.lexsort((beside, -batch.lengths[beside]))[0]]
+    free = "No free rank was" if own == 1 else f"Fewer than {own} free ranks were"
     rejected = "".join(_rejected(plan, batch, before, length, d, target) for d in pool.degrees if own <= d < degree)
     return (
-        f"{'No free rank was' if own == 1 else f'Fewer than {own} free ranks were'} left.{rejected} Of the groups of degree {degree} with room, the one {where}, "
-        f"opened by sequence {opener} ({batch.lengths[opener]:,} tokens), had the least load: it joined that."
+        f"{free} left.{rejected} Of the groups of degree {degree} with room, the one {where}, opened by sequence "
+        f"{opener} ({batch.lengths[opener]:,} tokens), had the least load: it joined that."
     )
 
 
