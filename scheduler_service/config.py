@@ -24,7 +24,7 @@ from scheduler_service.domain import InvalidInputError, Reason
 
 def _default_workers() -> int:
     """Half the cores, at most 4: the other half plans baselines and answers."""
-    return min(4, max(1, (os.cpu_count() or 1) // 2))
+    return min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 class Settings(BaseSettings):

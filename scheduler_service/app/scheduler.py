@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,10 @@ class _Counts:
     parked: int = 0
     plan_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PLAN_TIMES))
 
+    def planned(self, seconds: float) -> None:
+        self.plans += 1
+        self.plan_times_s.append(seconds)
+
 
 class Scheduler:
     """The use cases. `run` keeps it going; `stop` sends waiting agents away."""
@@ -143,7 +147,10 @@ class Scheduler:
     async def plan_batch(self, order: PlanOrder) -> Planned:
         """Plan one batch, stateless."""
         self._refuse_if_stopping()
-        return await self._planner.plan(order)
+        began = self._clock()
+        planned = await self._planner.plan(order)
+        self._counts.planned(self._clock() - began)
+        return planned
 
     def register(self, name: str, attempt: int, config: JobConfig, formats: Sequence[int] = ()) -> Job:
         """Make a job known; see `JobRegistry.register`. Raises for a policy or plan formats that we do not have."""
@@ -240,7 +247,11 @@ class Scheduler:
         for job in self._jobs:
             self._judge(job)
         live = {job.name: job.record() for job in self._jobs}
-        remembered = [record for record in await self._history.jobs() if record.job not in live]
+        remembered = [
+            replace(record, verdict="not running: it is known from the history only")
+            for record in await self._history.jobs()
+            if record.job not in live
+        ]
         return [
             *sorted(live.values(), key=lambda record: -record.last_seen_at),
             *sorted(remembered, key=lambda record: -record.last_seen_at),
@@ -397,8 +408,7 @@ class Scheduler:
             return
         now = self._clock()
         iteration.complete(figures, now)
-        self._counts.plans += 1
-        self._counts.plan_times_s.append(now - began)
+        self._counts.planned(now - began)
         if iteration.stream is Stream.TRAIN:
             job.newest_planned = max(job.newest_planned or 0, iteration.number)
         header = figures.plan.header
@@ -480,6 +490,7 @@ class Scheduler:
         job = self._jobs.find(iteration.job)
         if job is not None:
             self._judge(job)
+            self._history.save_job(job.record())
 
     def _judge(self, job: Job) -> None:
         trained = sorted(job.window.all(Stream.TRAIN), key=lambda one: -one.number)

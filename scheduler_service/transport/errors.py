@@ -59,7 +59,13 @@ def status_of(error: HydraCpError) -> status_pb2.Status:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a method raises into a status; what nobody expected is logged, and told without its details."""
+    """Turns what a method of `service` raises into a status.
+
+    What nobody expected is logged, and told without its details.
+    """
+
+    def __init__(self, service: str) -> None:
+        self._prefix = f"/{service}/"
 
     async def intercept_service(
         self,
@@ -68,9 +74,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         """Wrap the method's handler."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
         method = handler_call_details.method
+        if handler is None or not method.startswith(self._prefix):
+            return handler
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 _guarded_stream(method, handler.unary_stream),
@@ -92,14 +98,12 @@ def _guarded(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Callable[
     return call
 
 
-def _guarded_stream(method: str, behaviour: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+def _guarded_stream(
+    method: str, behaviour: Callable[..., AsyncIterator[Any]]
+) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            answers = behaviour(request, context)
-            if not hasattr(answers, "__aiter__"):  # writes through the context, as health's Watch does
-                await answers
-                return
-            async for answer in answers:
+            async for answer in behaviour(request, context):
                 yield answer
         except Exception as error:
             await _abort(method, error, context)

@@ -37,7 +37,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         # Twice the limit: requests above it reach us and are refused by name; see `_parser`.
         self._server = grpc.aio.server(
-            interceptors=(ErrorInterceptor(),),
+            interceptors=(ErrorInterceptor(SERVICE_NAME),),
             options=(
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", 2 * max_message_bytes),
