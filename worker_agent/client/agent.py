@@ -119,7 +119,7 @@ class PlanAgent:
         self._config = config
         self._rank = rank
         self._peers = Peers(process_group, rank, config.pool.ranks, config.agreement_timeout_s)
-        self._client = PlannerClient(config.target)
+        self._client = PlannerClient(config.target, max_message_bytes=config.max_message_bytes)
         session = Session(self._client, config)
         self._source = source or ServiceSource(session, rank)
         self._reporter = Reporter(session, config.report_queue)

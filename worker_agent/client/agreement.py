@@ -101,7 +101,7 @@ def decide(outcomes: Sequence[Outcome]) -> Decision:
     if len(ranks_of) > 1:
         told = "; ".join(f"{digest} on {_ranks(ranks)}" for digest, ranks in ranks_of.items())
         return Decision(Verdict.FALL_BACK, f"the ranks hold different plans: {told}")
-    return Decision(Verdict.USE, f"{_ranks(range(len(outcomes)))} hold plan {outcomes[0].digest}")
+    return Decision(Verdict.USE, f"all ranks hold plan {outcomes[0].digest}")
 
 
 def _complaints(outcomes: Sequence[Outcome]) -> str:

@@ -56,6 +56,9 @@ class AgentConfig:
     plan_timeout_s: float = 300.0
     """How long `PlanAgent.plan` waits at most. The job's own watchdog should wait longer."""
 
+    max_message_bytes: int = 64 << 20
+    """Largest message in either direction; the service has a setting of the same name."""
+
     report_queue: int = 1024
     """Timings that may wait to be sent; the oldest are dropped first."""
 

@@ -25,9 +25,6 @@ from scheduler_service.domain import PLAN_FORMAT, CostModel, HydraCpError, PlanS
 from worker_agent.client import codec
 from worker_agent.client.timing import Timing
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message in either direction; the service's default is the same."""
-
 ERROR_DOMAIN = "hydracp"
 """Domain of the google.rpc.ErrorInfo that the service sends."""
 
@@ -70,7 +67,7 @@ class FetchedPlan:
 class PlannerClient:
     """Calls the service at `target` ("host:port"). Threads may share one client. Each call raises `HydraCpError`."""
 
-    def __init__(self, target: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, target: str, *, max_message_bytes: int = 64 << 20) -> None:
         self.target = target
         self._max_message_bytes = max_message_bytes
         self._lock = threading.Lock()

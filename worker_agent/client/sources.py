@@ -29,7 +29,7 @@ class PlanSource(Protocol):
         ...
 
     def window(self) -> int:
-        """How many iterations beyond the current one may be submitted."""
+        """How many iterations beyond the current one the source takes."""
         ...
 
 
@@ -81,8 +81,8 @@ class ServiceSource:
         return answer
 
     def window(self) -> int:
-        """What the service keeps ahead of the newest iteration, at least this one."""
-        return max(1, self._session.registered().window)
+        """What the service keeps before and after the newest iteration."""
+        return self._session.registered().window
 
 
 def local_plan(config: AgentConfig, shards: Sequence[Lengths], rank: int) -> PlanSlice:
