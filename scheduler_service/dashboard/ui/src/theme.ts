@@ -55,7 +55,7 @@ const DARK: Palette = {
   grey: "#8a94a0",
   forward: "#3f8fc9",
   backward: "#c98638",
-  ramp: [[28, 42, 58], [29, 78, 121], [38, 121, 184], [96, 176, 232], [214, 236, 255]],
+  ramp: [[27, 40, 55], [27, 72, 113], [34, 110, 170], [74, 156, 219], [166, 213, 252]],
 };
 
 /** Degree 1, 2, 4, …: viridis (van der Walt and Smith, 2015), from its light end so that rare large degrees stand out. */

@@ -92,6 +92,8 @@ interface SeriesPanelProps {
   axisFormat?: (value: number) => string;
   /** Log axis: for values that lie orders of magnitude apart. */
   log?: boolean;
+  /** On a log axis, what is less is drawn here; tables and downloads keep its value. */
+  floor?: number;
   /** Stacked bars instead of lines. */
   stacked?: boolean;
   /** Largest value of the axis. */
@@ -167,7 +169,7 @@ function spoken(title: string, series: readonly Series[], format: (value: number
 }
 
 function seriesOption(props: SeriesPanelProps, palette: Palette): EChartsCoreOption {
-  const { iterations, series, format, axisFormat = format, log = false, stacked = false, fitted = false, top } = props;
+  const { iterations, series, format, axisFormat = format, log = false, floor = 0, stacked = false, fitted = false, top } = props;
   const sparse = iterations.length < 3;
   return {
     ...chartBase(palette),
@@ -177,7 +179,7 @@ function seriesOption(props: SeriesPanelProps, palette: Palette): EChartsCoreOpt
       trigger: "axis",
       axisPointer: { type: stacked ? "shadow" : "line", lineStyle: { color: palette.muted, type: "solid", width: 1 } },
       order: "seriesAsc",
-      valueFormatter: (value: unknown) => format(typeof value === "number" ? value : null),
+      formatter: (points: { dataIndex: number }[]) => tooltip(props, points[0]?.dataIndex ?? 0),
     },
     xAxis: {
       ...axisStyle(palette),
@@ -215,10 +217,21 @@ function seriesOption(props: SeriesPanelProps, palette: Palette): EChartsCoreOpt
             connectNulls: false,
             lineStyle: { width: s.width ?? 1.75, type: s.dash ?? "solid", color: s.colour },
             itemStyle: { color: s.colour },
-            data: log ? s.values.map((v) => (v !== null && v > 0 ? v : null)) : s.values,
+            // A log axis has no place for zero.
+            data: log ? s.values.map((v) => (v === null ? null : Math.max(v, floor) || null)) : s.values,
           },
     ),
   };
+}
+
+/** All values at one iteration. The names are the pages' own, so they need no escaping. */
+function tooltip({ iterations, series, format }: SeriesPanelProps, row: number): string {
+  const lines = series.map(
+    (s) =>
+      `<tr><td style="padding:1px 14px 1px 0;border:0"><span style="color:${s.colour}">■</span> ${s.name}</td>` +
+      `<td style="padding:1px 0;border:0;text-align:right">${format(s.values[row] ?? null)}</td></tr>`,
+  );
+  return `<strong>Iteration ${iterations[row]}</strong><table>${lines.join("")}</table>`;
 }
 
 interface SeriesTableProps {

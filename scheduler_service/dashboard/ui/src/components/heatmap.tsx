@@ -341,11 +341,14 @@ function drawGroups(context: CanvasRenderingContext2D, geometry: Geometry, props
       context.fillStyle = palette.idle;
       context.fillRect(x, y, size - gap, tall);
     } else {
-      // Ranks of one group can differ in padding, hence cell by cell, overlapping so that no seam shows.
-      for (let r = rank; r <= end; r++) {
-        context.fillStyle = rgb(colourOf(props, matrix[r]![microbatch]!, top));
+      // Ranks of one group can differ in padding; those that do not are one rectangle, so that no seam shows.
+      for (let r = rank; r <= end; ) {
+        const same = matrix[r]![microbatch]!;
         const from = GUTTER + (r - first) * cell;
-        context.fillRect(from, y, Math.min(cell + 0.5, x + size - gap - from), tall);
+        while (r <= end && matrix[r]![microbatch] === same) r++;
+        const to = r > end ? x + size - gap : GUTTER + (r - first) * cell;
+        context.fillStyle = rgb(colourOf(props, same, top));
+        context.fillRect(from, y, to - from, tall);
       }
       const value = matrix[rank]![microbatch]!;
       const roomy = size >= 90 && mode !== "degree";

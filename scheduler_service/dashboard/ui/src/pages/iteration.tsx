@@ -126,6 +126,8 @@ function Heading({ job, iteration, it, children }: HeadingProps) {
   const { route } = useView();
   // Another iteration has other sequences, so the choices that name one do not come along.
   const options = new Map([...route.options].filter(([name]) => !["seq", "mb", "rank", "offset"].includes(name)));
+  // Only known of the train stream; elsewhere the next one is offered, and says if it does not exist.
+  const newest = it?.stream === "train" && iteration >= (job.newest_planned ?? 0);
   const to = (n: number): Route => ({ ...route, iteration: n, options });
   return (
     <section class="heading">
@@ -135,7 +137,7 @@ function Heading({ job, iteration, it, children }: HeadingProps) {
         <span class="spacer" />
         <nav class="steps" aria-label="Iterations">
           {iteration > 0 && <a href={href(to(iteration - 1))} rel="prev">‹ {iteration - 1}</a>}
-          <a href={href(to(iteration + 1))} rel="next">{iteration + 1} ›</a>
+          {!newest && <a href={href(to(iteration + 1))} rel="next">{iteration + 1} ›</a>}
           <a href={href({ ...to(0), iteration: null })}>Latest</a>
         </nav>
         <div class="toolbar">{children}</div>
@@ -183,8 +185,8 @@ function IterationFigures({ it }: { it: IterationSummary }) {
           value: seconds(it.measured_s),
           note: difference === null ? "not reported yet" : ratio,
         },
-        { label: "Over Megatron-style", value: times(over("megatron")), note: seconds(it.baselines_s?.["megatron"]) },
-        { label: "Over static CP", value: times(over("static_cp")), note: seconds(it.baselines_s?.["static_cp"]) },
+        { label: "Over Megatron-style", value: times(over("megatron")), note: baselineNote(it, "megatron") },
+        { label: "Over static CP", value: times(over("static_cp")), note: baselineNote(it, "static_cp") },
         { label: "PP · DP bubble", value: `${percent(it.pp_bubble)} · ${percent(it.dp_bubble)}`, note: "predicted" },
         { label: "Imbalance", value: decimal(it.imbalance, 2), note: `idle slots ${percent(it.idle_share)}` },
         {
@@ -195,6 +197,11 @@ function IterationFigures({ it }: { it: IterationSummary }) {
       ]}
     />
   );
+}
+
+function baselineNote(it: IterationSummary, policy: string): string {
+  const baseline = it.baselines_s?.[policy];
+  return baseline === undefined ? "not computed for this batch" : `would take ${seconds(baseline)}`;
 }
 
 /* ---- Load ------------------------------------------------------------------------------------------------------- */

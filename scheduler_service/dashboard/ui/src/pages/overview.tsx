@@ -4,6 +4,7 @@ import { useMemo } from "preact/hooks";
 import {
   endpoint,
   type EventPage,
+  type ServiceEvent,
   type IterationPage,
   type IterationSummary,
   type Job,
@@ -50,7 +51,7 @@ export function Overview({ job, stream }: { job: Job; stream: StreamName }) {
 
   return (
     <>
-      <Verdict job={job} iterations={iterations} stream={stream} />
+      <Verdict job={job} />
       <div class="toolbar">
         <Segments
           label="Iterations in the charts"
@@ -89,20 +90,21 @@ export function Overview({ job, stream }: { job: Job; stream: StreamName }) {
 
 /* ---- The verdict ------------------------------------------------------------------------------------------------ */
 
-type Tone = "good" | "warn" | "plain";
+/** The service's verdict starts with one of these words and goes on with the reason. */
+const CONDITIONS: Record<string, readonly [title: string, tone: "good" | "warn" | "plain"]> = {
+  starting: ["The job is starting", "plain"],
+  ahead: ["The planner is ahead", "good"],
+  behind: ["The planner is behind", "warn"],
+  "falling back": ["The ranks fall back to plans of their own", "warn"],
+  failing: ["Planning fails", "warn"],
+  silent: ["The job is silent", "warn"],
+};
 
-/** Whether the newest iterations ran without a wait worth speaking of, a fallback or a failure. */
-function toneOf(iterations: readonly IterationSummary[]): Tone {
-  const newest = iterations.slice(0, 20);
-  const troubled = newest.some((it) => it.state === "failed" || it.origin === "local");
-  const executed = newest.filter((it) => it.measured_s && it.plan_wait_s !== null && it.plan_wait_s !== undefined);
-  if (troubled) return "warn";
-  if (executed.length === 0) return "plain";
-  const share = median(executed.map((it) => it.plan_wait_s! / it.measured_s!));
-  return share !== null && share > 0.02 ? "warn" : "good";
-}
-
-function Verdict({ job, iterations, stream }: { job: Job; iterations: readonly IterationSummary[]; stream: StreamName }) {
+function Verdict({ job }: { job: Job }) {
+  const colon = job.verdict.indexOf(": ");
+  const condition = CONDITIONS[job.verdict.slice(0, colon)];
+  const [title, tone] = condition ?? [job.verdict || "Nothing to judge yet", "plain"];
+  const reason = condition ? job.verdict.slice(colon + 2) : "";
   const pool = job.pool;
   const facts: [string, string][] = [
     ["Policy", job.policy],
@@ -113,10 +115,10 @@ function Verdict({ job, iterations, stream }: { job: Job; iterations: readonly I
     ["Newest executed", job.newest_executed === null || job.newest_executed === undefined ? MISSING : integer(job.newest_executed)],
     ["Agents last seen", ago(job.last_seen_at)],
   ];
-  const tone = stream === "train" ? toneOf(iterations) : "plain";
   return (
     <section class={`verdict ${tone}`} aria-label="Verdict">
-      <h1 aria-live="polite">{job.verdict || "Nothing to judge yet."}</h1>
+      <h1 aria-live="polite">{title}</h1>
+      {reason && <p class="reason">{`${reason.charAt(0).toUpperCase()}${reason.slice(1)}.`}</p>}
       <dl class="facts">
         {facts.map(([name, value]) => (
           <div key={name}>
@@ -260,13 +262,14 @@ function Charts({ iterations: newestFirst }: { iterations: readonly IterationSum
         height={248}
         iterations={numbers}
         series={[
-          { name: "lead", values: column((it) => positive(it.lead_s)), colour: palette.green },
+          { name: "lead", values: column((it) => it.lead_s), colour: palette.green },
           { name: "planning", values: planned((it) => it.plan_s), colour: palette.blue },
-          { name: "wait of the ranks", values: column((it) => positive(it.plan_wait_s)), colour: palette.orange },
+          { name: "wait of the ranks", values: column((it) => it.plan_wait_s), colour: palette.orange },
         ]}
         format={seconds}
         axisFormat={(value) => seconds(value, true)}
         log
+        floor={1e-4}
         onPick={open}
       />
       <SeriesPanel
@@ -326,16 +329,10 @@ function Charts({ iterations: newestFirst }: { iterations: readonly IterationSum
   );
 }
 
-/** A log axis has no place for zero: what is shorter than 0.1 ms is drawn there. */
-function positive(value: number | null | undefined): number | null {
-  return value === null || value === undefined ? null : Math.max(value, 1e-4);
-}
-
 /* ---- Iterations ------------------------------------------------------------------------------------------------- */
 
-function iterationRoute(route: Route, iteration: number): Route {
-  const stream = route.options.get("stream");
-  return { page: "iteration", job: route.job, iteration, options: new Map(stream ? [["stream", stream]] : []) };
+function iterationRoute(route: Route, iteration: number, stream = route.options.get("stream") ?? "train"): Route {
+  return { page: "iteration", job: route.job, iteration, options: new Map(stream === "train" ? [] : [["stream", stream]]) };
 }
 
 function IterationTable({ job, stream, newest }: { job: string; stream: StreamName; newest: IterationPage }) {
@@ -460,7 +457,6 @@ function saveIterations(job: string, rows: readonly IterationSummary[]): void {
 /* ---- Events ----------------------------------------------------------------------------------------------------- */
 
 function Events({ resource, job }: { resource: EventPage | null; job: string }) {
-  const { route } = useView();
   const events = (resource?.events ?? []).filter((event) => event.job === null || event.job === undefined || event.job === job).slice(0, 12);
   if (events.length === 0) return null;
   return (
@@ -470,15 +466,24 @@ function Events({ resource, job }: { resource: EventPage | null; job: string }) 
           <li key={event.id} class={/fail|fallback|fence|supersede/.test(event.kind) ? "warn" : ""}>
             <time dateTime={new Date(event.at * 1000).toISOString()}>{clock(event.at)}</time>
             <span class="kind">{event.kind.replaceAll("_", " ")}</span>
-            <span>
-              {event.message}{" "}
-              {event.iteration !== null && event.iteration !== undefined && (
-                <a href={href(iterationRoute(route, event.iteration))}>iteration {event.iteration}</a>
-              )}
-            </span>
+            <EventMessage event={event} />
           </li>
         ))}
       </ol>
     </Panel>
+  );
+}
+
+/** The message, with the iteration that it starts with as a link. */
+function EventMessage({ event }: { event: ServiceEvent }) {
+  const { route } = useView();
+  const { iteration, message } = event;
+  const lead = `iteration ${iteration}`;
+  if (iteration === null || iteration === undefined || !message.startsWith(lead)) return <span>{message}</span>;
+  return (
+    <span>
+      <a href={href(iterationRoute(route, iteration, event.stream ?? undefined))}>{lead}</a>
+      {message.slice(lead.length)}
+    </span>
   );
 }
