@@ -102,7 +102,7 @@ class GroupRegistry:
         self._used: set[tuple[int, int]] = set()
         self._created = 0
         for pool in _all_pools(process_group, self._pool):
-            for start, degree in _aligned_groups(len(pool)):
+            for start, degree in aligned_groups(len(pool)):
                 handle = dist.new_group(list(pool[start : start + degree]), timeout=timeout)
                 self._created += 1
                 if pool == self._pool:
@@ -177,7 +177,7 @@ def _is_group(start: int, degree: int, size: int) -> bool:
     return degree == size or (degree & (degree - 1) == 0 and start % degree == 0)
 
 
-def _aligned_groups(size: int) -> list[tuple[int, int]]:
+def aligned_groups(size: int) -> list[tuple[int, int]]:
     """(start, degree) of every group of two ranks and more, small degrees first, the full pool last."""
     degrees = [1 << e for e in range(1, size.bit_length())]
     aligned = [(start, degree) for degree in degrees for start in range(0, size - degree + 1, degree)]
