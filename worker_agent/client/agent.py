@@ -277,7 +277,7 @@ class PlanAgent:
         try:
             self._source.submit(task.iteration, task.lengths)
             self._submit_ahead(task)
-        except HydraCpError as error:
+        except Exception as error:  # whatever it is, the other ranks are waiting
             status = _status(error)
         return self._exchange(task, 0, Outcome(status), "the other ranks' lengths", sequences=len(task.lengths))
 
@@ -307,11 +307,13 @@ class PlanAgent:
                 if answer.slice is not None:
                     self._check_slice(task, answer.slice)
                     return _Answer(Outcome(Status.PLANNED, answer.slice.digest), answer.slice)
-                status, detail = Status.UNPLANNED, f"{answer.missing_shards} shards are missing at the scheduler"
-            except HydraCpError as error:
-                status, detail = _status(error), str(error)
-                if error.reason not in TRANSIENT:
-                    break
+                status, detail = Status.UNPLANNED, _unplanned(answer.missing_shards)
+            except Exception as error:  # whatever it is, the other ranks are waiting
+                if not _is_transient(error):
+                    return _Answer(Outcome(_status(error)), detail=str(error))
+                # The last try may be too short for any answer, which says nothing of the scheduler.
+                if _status(error) is not Status.UNANSWERED or left >= self._config.call_timeout_s:
+                    status, detail = _status(error), str(error)
             if self._closing.wait(min(pause, left)):
                 raise _closed()
             pause = min(2 * pause, _SLOWEST_RETRY_S)
@@ -432,6 +434,14 @@ _STATUS_OF_REASON = {
 }
 
 
-def _status(error: HydraCpError) -> Status:
+def _status(error: Exception) -> Status:
     """What a failed call means for the plan of this rank."""
-    return _STATUS_OF_REASON.get(error.reason, Status.REFUSED)
+    return _STATUS_OF_REASON.get(error.reason, Status.REFUSED) if isinstance(error, HydraCpError) else Status.REFUSED
+
+
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, HydraCpError) and error.reason in TRANSIENT
+
+
+def _unplanned(missing_shards: int) -> str:
+    return f"{missing_shards} shards are missing there" if missing_shards else "it was still planning"

@@ -33,7 +33,7 @@ class Status(IntEnum):
     UNPLANNED = 3
     """The service answers, but had no plan within the time."""
     REFUSED = 4
-    """The service, or the local planner, cannot plan this batch."""
+    """The service, or the local planner, cannot plan this batch, or fails."""
     SKIPPED = 5
     """Not asked for: some rank still has no connection after an iteration without one."""
     FENCED = 6

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import grpc
@@ -134,6 +136,18 @@ def test_a_message_over_the_limit_names_the_setting(service: Scheduler) -> None:
         client.submit_lengths("big", "epoch", 0, 0, np.full(5000, 1000), timeout_s=5)
     assert caught.value.reason is Reason.MESSAGE_TOO_LARGE
     client.close()
+
+
+def test_importing_the_client_turns_grpcs_fork_handlers_off_and_needs_no_torch() -> None:
+    script = (
+        "import os, sys; import worker_agent.client; "
+        "print(os.environ['GRPC_ENABLE_FORK_SUPPORT'], 'grpc' in sys.modules, 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["0", "True", "False"]
 
 
 def test_a_closed_client_says_so(service: Scheduler) -> None:
