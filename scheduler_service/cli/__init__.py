@@ -38,30 +38,37 @@ class LazyCommands(typer.core.TyperGroup):
         return list(SUB_COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The sub-command, one that names the missing extra, or None if there is none of this name."""
+        """The sub-command, or None if there is none of this name."""
         if cmd_name not in SUB_COMMANDS:
             return None
         app = typer.Typer(add_completion=False)
         try:
             function = getattr(import_module(f"scheduler_service.cli.{cmd_name}"), cmd_name)
         except ModuleNotFoundError as error:
-            extra = SUB_COMMANDS[cmd_name].extra
-            if extra is None or (error.name or "").startswith(("scheduler_service", "worker_agent", "hydracp")):
-                raise
-            message = f"Needs the module {error.name}: install it with  pip install 'hydra-cp[{extra}]'"
-            app.command(cmd_name, help=message, context_settings=_ANY_ARGUMENTS)(_unavailable(message))
+            # Still listed by --help; `invoke` says what is missing.
+            ignored = {"allow_extra_args": True, "ignore_unknown_options": True}
+            app.command(cmd_name, help=f"(needs the module {error.name})", context_settings=ignored)(_raising(error))
         else:
             app.command(cmd_name)(function)
         return typer.main.get_command(app)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the sub-command; where an extra is missing, say which one."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            command = SUB_COMMANDS[ctx.invoked_subcommand]
+            if command.extra is None:
+                raise
+            name = ctx.invoked_subcommand
+            message = f"hydra-cp {name} needs the module {error.name}: pip install 'hydra-cp[{command.extra}]'"
+            typer.echo(message, err=True)
+            raise typer.Exit(1) from None
 
-_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-
-def _unavailable(message: str) -> Callable[[], None]:
+def _raising(error: Exception) -> Callable[[], None]:
     def command() -> None:
-        typer.echo(message, err=True)
-        raise typer.Exit(1)
+        raise error
 
     return command
 

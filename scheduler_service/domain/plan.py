@@ -109,6 +109,23 @@ class Plan:
         """BLAKE2b-128 of the canonical bytes, in hexadecimal."""
         return hashlib.blake2b(self.canonical_bytes(), digest_size=16).hexdigest()
 
+    @cached_property
+    def group_order(self) -> npt.NDArray[np.int64]:
+        """Ids of the sequences by (microbatch, start), ascending inside a group: the order of the packed streams."""
+        key = self.microbatch.astype(np.int64)
+        key *= int(self.start.max()) + 1
+        key += self.start
+        # Sorting integers that hold key and id is several times faster than an argsort. Both together stay inside
+        # 63 bits for all but absurd plans: a million microbatches on 65,536 ranks leave 27 bits for the ids.
+        id_bits = len(self).bit_length()
+        if int(key.min()) < 0 or int(key.max()).bit_length() + id_bits > 63:
+            return key.argsort(kind="stable")
+        key <<= id_bits
+        key += np.arange(len(self))
+        key.sort()
+        key &= (1 << id_bits) - 1
+        return key
+
     def with_predictions(self, *, predicted_s: float = 0.0, lower_bound_s: float = 0.0, plan_s: float = 0.0) -> Plan:
         """The same plan, described by these seconds. Columns and digest are shared, not made again."""
         described = copy.copy(self)

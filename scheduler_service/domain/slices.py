@@ -75,11 +75,11 @@ def slice_plan(plan: Plan, batch: Batch, shard_sizes: Sequence[int], ranks: Sequ
         )
     shard_offset = np.concatenate(([0], np.cumsum(np.asarray(shard_sizes, np.int64))))
 
-    # Sequences by (microbatch, start), ids ascending inside a group: a stable sort of one key.
-    key = plan.microbatch.astype(np.int64) * pool.ranks + plan.start
-    order = np.argsort(key, kind="stable")
-    first = np.flatnonzero(np.diff(key[order], prepend=-1))
-    group_of = np.cumsum(np.diff(key[order], prepend=-1) != 0) - 1
+    order = plan.group_order
+    key = plan.microbatch[order].astype(np.int64) * pool.ranks + plan.start[order]
+    begins = np.diff(key, prepend=-1) != 0
+    first = np.flatnonzero(begins)
+    group_of = np.cumsum(begins) - 1
     group_degree = plan.degree[order][first]
 
     padded = _padded_lengths(plan, batch)[order]

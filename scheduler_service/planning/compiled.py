@@ -14,10 +14,10 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def compiled(loop: Loop) -> Loop:
-    """Compile `loop` on its first call, or load it from numba's cache."""
+    """Compile `loop` on its first call, or load it from numba's cache. Division by zero is not checked for."""
     try:
-        return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
+        return cast(Loop, numba.njit(cache=True, nogil=True, error_model="numpy")(loop))
     except RuntimeError:
         # numba found no folder that it may write its cache to (read-only image without NUMBA_CACHE_DIR).
         # Compiling in every process costs seconds at start-up; not planning would cost the job.
-        return cast(Loop, numba.njit(nogil=True)(loop))
+        return cast(Loop, numba.njit(nogil=True, error_model="numpy")(loop))

@@ -62,14 +62,22 @@ class Queue(NamedTuple):
     """Union-find over positions: leads from a placed position to the next waiting one. One entry more: the end."""
 
 
-class Groups(NamedTuple):
-    """The open groups of the current microbatch, in the order of their starts."""
+class OpenGroups(NamedTuple):
+    """The groups of the current microbatch, in the order of their starts."""
 
     squares: LongColumn
     """Σ s² so far; up to date only while the group is parked, else it is the key of its entry in `ready`."""
     left: LongColumn
     """Tokens that still fit."""
-    start: LongColumn
+
+
+class Placement(NamedTuple):
+    """What packing found. Columns of groups and of positions are written nearly in order, the plan's are not."""
+
+    group: IntColumn
+    """Group of each position of the queue, counted over all microbatches."""
+    columns: Columns
+    """Microbatch, start and degree of each group; as many rows as there are sequences, the last ones unused."""
 
 
 def pack(batch: Batch, pool: Pool, target: LoadTarget) -> Columns:
@@ -77,10 +85,15 @@ def pack(batch: Batch, pool: Pool, target: LoadTarget) -> Columns:
     classes = degree_classes(pool, target)
     queue = _queue(batch, classes)
     most_groups = pool.ranks // classes.degree
-    groups = Groups(*(np.empty(pool.ranks, np.int64) for _ in range(3)))
-    columns = Columns(*(np.empty(len(batch), np.int32) for _ in range(3)))
-    _pack(queue, classes, pool.ranks, groups, new_heaps(most_groups), new_heaps(most_groups), columns)
-    return columns
+    groups = OpenGroups(np.empty(pool.ranks, np.int64), np.empty(pool.ranks, np.int64))
+    group, *columns = (np.empty(len(batch), np.int32) for _ in range(4))
+    placement = Placement(group, Columns(*columns))
+    _pack(queue, classes, pool.ranks, groups, new_heaps(most_groups), new_heaps(most_groups), placement)
+
+    group = np.empty(len(batch), np.int32)
+    group[queue.id] = placement.group
+    del queue  # the largest of all
+    return Columns(*(column[group] for column in placement.columns))
 
 
 def _queue(batch: Batch, classes: DegreeClasses) -> Queue:
@@ -100,12 +113,19 @@ def _queue(batch: Batch, classes: DegreeClasses) -> Queue:
 
 @compiled
 def _pack(
-    queue: Queue, classes: DegreeClasses, ranks: int, groups: Groups, ready: Heaps, parked: Heaps, columns: Columns
+    queue: Queue,
+    classes: DegreeClasses,
+    ranks: int,
+    groups: OpenGroups,
+    ready: Heaps,
+    parked: Heaps,
+    placement: Placement,
 ) -> None:
-    """The algorithm of the module's docstring; fills `columns`."""
+    """The algorithm of the module's docstring; fills `placement`."""
     end = len(queue.id)
     wake = np.empty(len(classes.degree), np.int64)
     microbatch = 0
+    before = 0  # groups of earlier microbatches
     first = 0
     while first < end:
         ready.size[:] = 0
@@ -121,7 +141,9 @@ def _pack(
             group = -1
             if position >= opens:
                 group = opened
-                groups.start[group] = ranks - free
+                placement.columns.microbatch[before + group] = microbatch
+                placement.columns.start[before + group] = ranks - free
+                placement.columns.degree[before + group] = classes.degree[chosen]
                 _open(chosen, group, length, classes, groups, ready)
                 opened += 1
                 free -= classes.degree[chosen]
@@ -135,20 +157,19 @@ def _pack(
                 if group < 0:
                     chosen += 1
             if group >= 0:
-                columns.microbatch[queue.id[position]] = microbatch
-                columns.start[queue.id[position]] = groups.start[group]
-                columns.degree[queue.id[position]] = classes.degree[chosen]
+                placement.group[position] = before + group
                 queue.waiting[position] = position + 1
                 position += 1
             else:
                 position = min(wake.min(), opens)
             position = _next_waiting(queue.waiting, position)
         microbatch += 1
+        before += opened
         first = _next_waiting(queue.waiting, first)
 
 
 @compiled
-def _open(chosen: int, group: int, length: int, classes: DegreeClasses, groups: Groups, ready: Heaps) -> None:
+def _open(chosen: int, group: int, length: int, classes: DegreeClasses, groups: OpenGroups, ready: Heaps) -> None:
     """Open a group with its first sequence. A full one stays out of the heap: nothing can join it."""
     groups.left[group] = classes.capacity[chosen] - _padded(length, classes.chunks[chosen])
     if length * length < classes.limit[chosen]:
@@ -156,7 +177,7 @@ def _open(chosen: int, group: int, length: int, classes: DegreeClasses, groups: 
 
 
 @compiled
-def _join(chosen: int, length: int, classes: DegreeClasses, groups: Groups, ready: Heaps, parked: Heaps) -> int:
+def _join(chosen: int, length: int, classes: DegreeClasses, groups: OpenGroups, ready: Heaps, parked: Heaps) -> int:
     """Put the sequence into the least loaded group of the class with enough tokens left: the group, or −1."""
     tokens = _padded(length, classes.chunks[chosen])
     while parked.size[chosen] > 0 and -top_key(parked, chosen) >= tokens:
@@ -218,7 +239,8 @@ def _first_of_degree(free: int, position: int, queue: Queue, classes: DegreeClas
 
 @compiled
 def _padded(length: int, chunks: int) -> int:
-    return (length + chunks - 1) // chunks * chunks
+    # Mostly there is no ring; a division costs more than the rest of a step.
+    return length if chunks == 1 else (length + chunks - 1) // chunks * chunks
 
 
 @compiled

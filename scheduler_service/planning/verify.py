@@ -41,7 +41,7 @@ def verify_plan(plan: Plan, batch: Batch) -> None:
 
 
 class _Groups(NamedTuple):
-    """Groups in the order of (microbatch, start, degree), int64 columns."""
+    """Groups in the order of (microbatch, start), int64 columns."""
 
     microbatch: LongColumn
     start: LongColumn
@@ -52,20 +52,22 @@ class _Groups(NamedTuple):
 
 def _groups(plan: Plan, batch: Batch) -> _Groups:
     """Sequences that agree in microbatch, start and degree, whether or not the groups are disjoint."""
-    pool = plan.header.pool
-    key = plan.microbatch.astype(np.int64)  # then start and degree below it: 26, 17 and 17 bits
-    for column in (plan.start, plan.degree):
-        key <<= 17
-        key += column
-    order = key.argsort()
-    first = np.flatnonzero(np.diff(key[order], prepend=-1))
-    group = order[first]
-    degree = plan.degree[group].astype(np.int64)
-    chunks = _per_degree(plan.degree, pool.chunks)
-    multiple = _per_degree(plan.degree[group], pool.stream_multiple)
-    padded = -(-batch.lengths // chunks) * chunks
-    tokens = -(-np.add.reduceat(padded[order], first) // multiple) * multiple
-    return _Groups(plan.microbatch[group].astype(np.int64), plan.start[group].astype(np.int64), degree, tokens)
+    order = plan.group_order
+    microbatch, start, degree = plan.microbatch[order], plan.start[order], plan.degree[order]
+    begins = np.ones(len(plan), bool)
+    begins[1:] = (np.diff(microbatch) != 0) | (np.diff(start) != 0) | (np.diff(degree) != 0)
+    first = np.flatnonzero(begins)
+
+    chunks = _per_degree(degree, plan.header.pool.chunks)
+    padded = batch.lengths[order]
+    padded += chunks - 1
+    padded //= chunks
+    padded *= chunks
+    multiple = _per_degree(degree[first], plan.header.pool.stream_multiple)
+    tokens = -(-np.add.reduceat(padded, first) // multiple) * multiple
+    return _Groups(
+        microbatch[first].astype(np.int64), start[first].astype(np.int64), degree[first].astype(np.int64), tokens
+    )
 
 
 def _per_degree(degree: npt.NDArray[np.int32], value: Callable[[int], int]) -> LongColumn:

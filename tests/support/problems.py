@@ -1,0 +1,94 @@
+"""Random planning problems: pools of all kinds, and batches that strain them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from scheduler_service.domain import Batch, CostModel, Pool
+
+POOL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 31, 32, 48)
+
+
+class Problem(NamedTuple):
+    """What `plan_iteration` is asked to do. The longest sequence may be too long for the pool."""
+
+    batch: Batch
+    pool: Pool
+    cost: CostModel
+    cap: int | None
+
+
+def problem(rng: np.random.Generator, most_sequences: int = 40) -> Problem:
+    """One random problem."""
+    sequence_parallel = int(rng.choice([1, 1, 1, 2, 3, 4]))
+    ranks = int(rng.choice(POOL_SIZES))
+    pool = Pool(
+        ranks=ranks,
+        token_budget=int(rng.choice([1, 2, 3, 5, 8, 10, 31, 64, 100])) * sequence_parallel,
+        stages=int(rng.integers(1, 10)),
+        heads=_one_of(rng, None, None, 1, 2, 3, 4, 6, 8),
+        max_ulysses=_one_of(rng, None, None, 1, 2, 4, 8),
+        max_degree=_one_of(rng, None, None, None, 1, 2, 4, 6, 8, 64),
+        sequence_parallel=sequence_parallel,
+        microbatch_multiple=int(rng.choice([1, 1, 2, 3])),
+    )
+    most = max(pool.capacity(degree) for degree in pool.degrees)
+    cost = CostModel(
+        theta=float(rng.choice([0, 1e-12, 1e-8, 1e-4, 1])), tau=1e-5, overhead=float(rng.choice([0, 1e-6, 1e-3, 1]))
+    )
+    cap = None if rng.random() < 0.6 else int(rng.choice(pool.degrees))
+    return Problem(Batch(_lengths(rng, max(most, 1), int(rng.integers(1, most_sequences + 1)))), pool, cost, cap)
+
+
+def problems() -> st.SearchStrategy[Problem]:
+    """The same for hypothesis, which shrinks the lengths of a failure."""
+    pools = st.builds(
+        _pool,
+        ranks=st.sampled_from(POOL_SIZES),
+        budget=st.integers(1, 40),
+        sequence_parallel=st.sampled_from([1, 1, 2, 3]),
+        heads=st.sampled_from([None, 1, 2, 3, 8]),
+        max_ulysses=st.sampled_from([None, 1, 2, 4]),
+        max_degree=st.sampled_from([None, 1, 4, 6]),
+        stages=st.integers(1, 9),
+    )
+    costs = st.builds(CostModel, theta=st.sampled_from([0.0, 1e-9, 1e-4, 1.0]), overhead=st.sampled_from([0.0, 1e-3]))
+
+    def fitting(pool: Pool) -> st.SearchStrategy[Problem]:
+        most = max(1, *(pool.capacity(degree) for degree in pool.degrees))
+        lengths = st.lists(st.integers(1, most), min_size=1, max_size=30)
+        caps = st.none() | st.sampled_from(pool.degrees)
+        return st.builds(Problem, lengths.map(Batch), st.just(pool), costs, caps)
+
+    return pools.flatmap(fitting)
+
+
+def _pool(*, budget: int, sequence_parallel: int, **shape: Any) -> Pool:
+    return Pool(token_budget=budget * sequence_parallel, sequence_parallel=sequence_parallel, **shape)
+
+
+def _lengths(rng: np.random.Generator, most: int, count: int) -> np.ndarray:
+    """Uniform, all equal, powers of two ± 1, long-tailed, few values, all ones, or one giant among dwarfs."""
+    match int(rng.integers(7)):
+        case 0:
+            lengths = rng.integers(1, most + 1, count)
+        case 1:
+            lengths = np.full(count, rng.integers(1, most + 1))
+        case 2:
+            lengths = 2 ** rng.integers(0, most.bit_length() + 1, count) + rng.integers(-1, 2, count)
+        case 3:
+            lengths = (rng.pareto(1.0, count) * most / 20).astype(np.int64)
+        case 4:
+            lengths = rng.choice(rng.integers(1, most + 1, 3), count)
+        case 5:
+            lengths = np.ones(count, np.int64)
+        case _:
+            lengths = np.append(rng.integers(1, 1 + max(1, most // 16), count - 1), most)
+    return np.clip(lengths, 1, most)
+
+
+def _one_of(rng: np.random.Generator, *choices: int | None) -> int | None:
+    return choices[int(rng.integers(len(choices)))]
