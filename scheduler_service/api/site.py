@@ -13,21 +13,26 @@ from starlette.types import Scope
 
 
 class Site(StaticFiles):
-    """Static files whose unknown addresses without a suffix belong to the client's router."""
+    """Static files; addresses that are no file belong to the client's router."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """The file at `path`, or index.html for a page of the dashboard."""
         try:
             response = await super().get_response(path, scope)
         except HTTPException as error:
-            page = not PurePosixPath(path).suffix and not path.startswith("api/")
-            if error.status_code != HTTPStatus.NOT_FOUND or not page:
+            if error.status_code != HTTPStatus.NOT_FOUND or not _is_page(path):
                 raise
             path, response = "index.html", await super().get_response("index.html", scope)
         # Built files carry a hash in their names; the page that names them must be asked for again.
         hashed = path.startswith("assets/")
         response.headers["Cache-Control"] = "public, max-age=31536000, immutable" if hashed else "no-cache"
         return response
+
+
+def _is_page(path: str) -> bool:
+    """Whether the client's router may know `path`. Names of jobs may look like those of files, so the place decides."""
+    top, _, rest = path.partition("/")
+    return top not in ("api", "assets") and (bool(rest) or not PurePosixPath(top).suffix)
 
 
 def mount(app: FastAPI, folder: Path) -> None:
