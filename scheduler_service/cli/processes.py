@@ -58,6 +58,8 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
-    def tail(self, lines: int = 30) -> str:
-        """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self, lines: int = 30, around: str | None = None) -> str:
+        """The end of its log, or what stands before the first line with `around`, and that line, if there is one."""
+        log = self.log.read_text(errors="replace").splitlines()
+        end = next((n + 1 for n, line in enumerate(log) if around and around in line), len(log))
+        return "\n".join(log[max(0, end - lines) : end])

@@ -29,8 +29,10 @@ from scheduler_service.cli.quickstart_report import IterationLine, Summary
 from worker_agent.training.config import RunConfig
 from worker_agent.training.documents import CorpusConfig, Documents, prepare_documents
 
-JOB = "quickstart"
 READY_TIMEOUT_S = 120.0
+LAUNCHER_VERDICT = "failed (exitcode"
+"""Where torchrun says which worker failed; what the workers said stands before, and its own traceback after."""
+
 BASELINE_TIMEOUT_S = 30.0
 """Longest wait, once training is over, for the service's predictions of the last iterations."""
 
@@ -73,6 +75,7 @@ def _run(
     exit_: bool,
 ) -> int:
     """Everything between the options and the exit code."""
+    job = time.strftime("quickstart-%Y%m%d-%H%M%S")  # runs stay apart in the history
     finished = False
     try:
         documents = _prepare(console, output, context)
@@ -80,28 +83,28 @@ def _run(
             addresses = _wait_until_ready(scheduler, output / "scheduler.json")
             dashboard = f"http://{addresses['http']}"
             _say(console, "scheduler", f"gRPC {addresses['grpc']}, dashboard {dashboard}", scheduler.log)
-            with _start_training(output, workers, addresses["grpc"], options) as training:
-                _say(console, "training", f"{workers} workers, {' '.join(options)}", training.log)
-                service = Service(dashboard)
+            with _start_training(output, workers, addresses["grpc"], job, options) as training:
+                _say(console, "training", f"{workers} workers: {' '.join(options)}", training.log)
+                service = Service(dashboard, job)
                 lines = _follow(console, training, output / "metrics.jsonl", service)
                 code = training.poll()
             if code:
                 console.print(f"\ntraining failed with exit code {code}; the end of {training.log}:", style="bold red")
-                console.print(training.tail(), markup=False, highlight=False)
+                console.print(training.tail(around=LAUNCHER_VERDICT), markup=False, soft_wrap=True)
                 return 1
             _complete(lines, service)
             summary = Summary(lines, dashboard=dashboard, grpc=addresses["grpc"], documents=len(documents))
             (output / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
             console.print()
             for row in summary.rows():
-                console.print(row)
+                console.print(row, soft_wrap=True)
             finished = True
             return _serve_on(console, scheduler, exit_)
     except KeyboardInterrupt:
         console.print("\nstopped" if finished else "\nstopped before the end of training")
         return 0 if finished else 130
     except StartError as error:
-        console.print(str(error), style="bold red", markup=False)
+        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         return 1
 
 
@@ -159,11 +162,11 @@ def _wait_until_ready(scheduler: Child, ready: Path) -> dict[str, str]:
         time.sleep(0.05)
 
 
-def _start_training(output: Path, workers: int, scheduler: str, options: list[str]) -> Child:
+def _start_training(output: Path, workers: int, scheduler: str, job: str, options: list[str]) -> Child:
     (output / "metrics.jsonl").unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers),
-        "-m", "worker_agent.training", "--scheduler", scheduler, "--job", JOB, "--output", str(output), *options,
+        "-m", "worker_agent.training", "--scheduler", scheduler, "--job", job, "--output", str(output), *options,
     ]  # fmt: skip
     # Workers share the cores; the rendezvous stays on this machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -173,15 +176,14 @@ def _start_training(output: Path, workers: int, scheduler: str, options: list[st
 class Service:
     """The REST API of the scheduler, as far as this command reads it."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, job: str) -> None:
+        self._iterations = f"{address}/api/v1/jobs/{job}/iterations"
         self._opener = build_opener(ProxyHandler({}))  # loopback never goes through a proxy
 
     def predictions(self, iteration: int) -> tuple[float, dict[str, float]] | None:
         """Predicted seconds of the plan, and of other policies on the same batch; None if the service has none."""
-        path = f"/api/v1/jobs/{JOB}/iterations/{iteration}?stream=train"
         try:
-            with self._opener.open(self._address + path, timeout=5) as response:
+            with self._opener.open(f"{self._iterations}/{iteration}?stream=train", timeout=5) as response:
                 summary: dict[str, Any] = json.load(response)
         except (URLError, OSError, ValueError):
             return None
@@ -193,12 +195,12 @@ def _follow(console: Console, training: Child, metrics: Path, service: Service) 
     lines: list[IterationLine] = []
     console.print()
     for row in IterationLine.heading():
-        console.print(row, style="bold")
+        console.print(row, style="bold", soft_wrap=True)
     for record in _records(training, metrics):
         line = IterationLine(record)
         if predictions := service.predictions(line.iteration):
             line.add_predictions(*predictions)
-        console.print(line.row(), style="" if line.origin == "service" else "yellow")
+        console.print(line.row(), style="" if line.origin == "service" else "yellow", soft_wrap=True)
         lines.append(line)
     return lines
 
@@ -244,7 +246,7 @@ def _serve_on(console: Console, scheduler: Child, exit_: bool) -> int:
     console.print(
         f"\nthe scheduler ended with exit code {scheduler.poll()}; the end of {scheduler.log}:", style="bold red"
     )
-    console.print(scheduler.tail(), markup=False, highlight=False)
+    console.print(scheduler.tail(), markup=False, soft_wrap=True)
     return 1
 
 

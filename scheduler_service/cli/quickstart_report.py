@@ -12,9 +12,11 @@ BASELINES = ("static_cp", "megatron")
 UNKNOWN = "–"
 
 _COLUMNS = (
-    ("it", 3), ("loss", 7), ("tokens", 8), ("longest", 8), ("MBs", 4), ("degree×sequences", 22), ("Λ", 9), ("C", 3),
-    ("plan by", 8), ("waited s", 9), ("took s", 7), *((f"/{name}", 10) for name in BASELINES),
+    ("", "it", 3), ("", "loss", 6), ("longest", "tokens", 7), ("", "MBs", 3), ("degree ×", "sequences", 18),
+    ("target", "Λ", 7), ("cap", "C", 3), ("planned", "by", 7), ("waited", "s", 6), ("took", "s", 6),
+    ("gain over", BASELINES[0], 9), ("gain over", BASELINES[1], 9),
 )  # fmt: skip
+"""Two lines of heading and the width of each column."""
 
 
 class IterationLine:
@@ -45,18 +47,19 @@ class IterationLine:
     @staticmethod
     def heading() -> Iterator[str]:
         """The lines above the rows."""
-        yield " ".join(f"{name:>{width}}" for name, width in _COLUMNS)
+        for line in zip(*(column[:2] for column in _COLUMNS), strict=True):
+            yield " ".join(f"{name:>{column[2]}}" for name, column in zip(line, _COLUMNS, strict=True))
 
     def row(self) -> str:
         """The iteration in one line."""
         record = self.record
         degrees = " ".join(f"{degree}×{n}" for degree, n in sorted(_degrees(record).items()))
         values = (
-            self.iteration, f"{record['loss']:.3f}", f"{record['tokens']:,}", f"{record['longest_tokens']:,}",
-            record["microbatches"], degrees, f"{record['target']:.2e}", record["cap"] or UNKNOWN, self.origin,
-            f"{record['wait_s']:.3f}", f"{record['iteration_s']:.2f}", *(_times(self.gain(name)) for name in BASELINES),
+            self.iteration, f"{record['loss']:.3f}", f"{record['longest_tokens']:,}", record["microbatches"], degrees,
+            f"{record['target']:.1e}", record["cap"] or UNKNOWN, self.origin, f"{record['wait_s']:.2f}",
+            f"{record['iteration_s']:.2f}", *(_times(self.gain(name)) for name in BASELINES),
         )  # fmt: skip
-        return " ".join(f"{value:>{width}}" for value, (_, width) in zip(values, _COLUMNS, strict=True))
+        return " ".join(f"{value:>{width}}" for value, (*_, width) in zip(values, _COLUMNS, strict=True))
 
 
 class Summary:
