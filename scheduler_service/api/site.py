@@ -32,7 +32,7 @@ class Site(StaticFiles):
 def _is_page(path: str) -> bool:
     """Whether the client's router may know `path`. Names of jobs may look like those of files, so the place decides."""
     top, _, rest = path.partition("/")
-    return top not in ("api", "assets") and (bool(rest) or not PurePosixPath(top).suffix)
+    return top not in ("api", "assets", "..") and (bool(rest) or not PurePosixPath(top).suffix)
 
 
 def mount(app: FastAPI, folder: Path) -> None:
