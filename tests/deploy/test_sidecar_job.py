@@ -23,15 +23,18 @@ STARTED_S, TRAINED_S, STOPPED_S = 180, 240, 40
 
 
 class Machine:
-    """Stands in for the cluster: names resolve to loopback, ports are free ones, each volume is a folder."""
+    """Stands in for the cluster: names resolve to loopback, ports are free ones, each volume is a folder.
 
-    def __init__(self, folder: Path, leader: str):
-        self.folder, self.leader = folder, leader
+    A claim is one folder for all pods, an emptyDir is each pod's own.
+    """
+
+    def __init__(self, folder: Path, pods: dict[str, Manifest], leader: str):
+        self.folder, self.pods, self.leader = folder, pods, leader
         self.ports = {port: free_port() for port in ("7421", "7422", "29500")}
 
-    def start(self, pod: str, container: Manifest, index: int = 0) -> subprocess.Popen[bytes]:
+    def start(self, pod: str, container: Manifest) -> subprocess.Popen[bytes]:
         """Start a container of a pod; its output goes to a file named after both."""
-        variables = {"JOB_COMPLETION_INDEX": str(index), "JOBSET_RESTART_ATTEMPT": "0"}
+        variables = {"JOB_COMPLETION_INDEX": "0", "JOBSET_RESTART_ATTEMPT": "0"}
         variables |= {name: self._local(value, pod, container) for name, value in environment(container).items()}
         arguments = [*container.get("command", entrypoint()), *container["args"]]
         arguments = [self._local(argument, pod, container) for argument in arguments]
@@ -47,8 +50,13 @@ class Machine:
         return self.folder / f"{pod}-{container}.log"
 
     def volume(self, pod: str, name: str) -> Path:
-        # Compiled code is kept between runs of the test; all else is as empty as in a new pod.
-        folder = ROOT / "build" / "numba" if "cache" in name else self.folder / pod / name
+        (volume,) = (volume for volume in self.pods[pod]["spec"]["volumes"] if volume["name"] == name)
+        if "cache" in name:
+            folder = ROOT / "build" / "numba"  # compiled code is kept between runs of the test
+        elif "persistentVolumeClaim" in volume:
+            folder = self.folder / volume["persistentVolumeClaim"]["claimName"]
+        else:
+            folder = self.folder / pod / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -106,11 +114,12 @@ def wait_for_probe(address: str, probe: Manifest, process: subprocess.Popen[byte
 @pytest.mark.slow
 @pytest.mark.timeout(STARTED_S + TRAINED_S + STOPPED_S)
 def test_rendered_sidecar_job_trains_by_the_plans_of_its_own_scheduler(helm: Helm, tmp_path: Path):
-    arguments = shlex.split("--iterations 3 --batch 8")
-    manifests = helm.render({"mode": "sidecar", "trainer": {"nodes": 2, "processesPerNode": 2, "args": arguments}})
+    trainer = {"nodes": 2, "processesPerNode": 1, "output": {"existingClaim": "runs"}}
+    arguments = shlex.split("--iterations 3 --batch 8 --budget 8192")
+    manifests = helm.render({"mode": "sidecar", "trainer": {**trainer, "args": arguments}})
     name = of_kind(manifests, "JobSet")[0]["metadata"]["name"]
-    machine = Machine(tmp_path, f"{name}-leader-0-0.{name}")
     found = pods(manifests)
+    machine = Machine(tmp_path, found, f"{name}-leader-0-0.{name}")
     sidecar, leader = containers(found["leader"])
     (worker,) = containers(found["workers"])
     assert {job["spec"]["parallelism"] for job in job_templates(manifests).values()} == {1}
