@@ -39,7 +39,7 @@ def _explain_placement(plan: Plan, batch: Batch, sequence: int) -> str:
     length, degree = int(batch.lengths[sequence]), int(plan.degree[sequence])
     memory = memory_degree(length, plan.header.pool)
     return (
-        f"Policy {plan.header.policy} runs its {length:,} tokens on {_ranks(plan, sequence)} in microbatch "
+        f"Policy {plan.header.policy} runs its {_tokens(length)} on {_ranks(plan, sequence)} in microbatch "
         f"{plan.microbatch[sequence]}; the token budget alone asks for degree {memory}, and at degree {degree} its "
         f"attention load is {length**2 / degree:.3g}."
     )
@@ -49,16 +49,14 @@ def _why_degree(length: int, own: int, pool: Pool, target: LoadTarget) -> str:
     load = f"attention load of {length**2 / own:.3g} is within the target of {target.load:.3g}"
     smaller = [degree for degree in pool.degrees if degree < own]
     if not smaller:
-        return f"One rank holds its {length:,} tokens, and its {load}."
+        return f"One rank holds its {_tokens(length)}, and its {load}."
     faults = []
     if not fits(length, smaller[-1], pool):
-        faults.append(f"its {length:,} tokens pass the budget of {pool.token_budget:,} per rank")
+        faults.append(f"pass the budget of {pool.token_budget:,} per rank")
     if length**2 > target.limit(smaller[-1]):
-        faults.append(
-            f"its attention load would be {length**2 / smaller[-1]:.3g}, over the target of {target.load:.3g}"
-        )
+        faults.append(f"make an attention load of {length**2 / smaller[-1]:.3g}, over the target of {target.load:.3g}")
     ranks = "one rank" if smaller[-1] == 1 else f"{smaller[-1]} ranks"
-    return f"On {ranks} {' and '.join(faults)}; at degree {own} its {load}."
+    return f"On {ranks} its {_tokens(length)} {' and '.join(faults)}; at degree {own} its {load}."
 
 
 def _why_group(plan: Plan, batch: Batch, sequence: int, own: int, target: LoadTarget) -> str:
@@ -75,7 +73,7 @@ def _why_group(plan: Plan, batch: Batch, sequence: int, own: int, target: LoadTa
     rejected = "".join(_rejected(plan, batch, before, length, d, target) for d in pool.degrees if own <= d < degree)
     return (
         f"{free} left.{rejected} Of the groups of degree {degree} with room, the one {where}, opened by sequence "
-        f"{opener} ({batch.lengths[opener]:,} tokens), had the least load: it joined that."
+        f"{opener} ({_tokens(int(batch.lengths[opener]))}), had the least load: it joined that."
     )
 
 
@@ -95,7 +93,7 @@ def _rejected(
     full = tokens + pool.padded(length, degree) > pool.capacity(degree)
     loaded = squares + length**2 > target.limit(degree)
     return (
-        f" Of the {len(tokens)} groups of degree {degree}, {int(full.sum())} lacked tokens and "
+        f" Groups of degree {degree}: {len(tokens)} open, of which {int(full.sum())} lacked tokens and "
         f"{int((loaded & ~full).sum())} would have passed the load target."
     )
 
@@ -110,3 +108,7 @@ def _why_not_earlier(microbatch: int) -> str:
 def _ranks(plan: Plan, sequence: int) -> str:
     first, degree = int(plan.start[sequence]), int(plan.degree[sequence])
     return f"rank {first}" if degree == 1 else f"ranks {first} … {first + degree - 1}"
+
+
+def _tokens(length: int) -> str:
+    return "1 token" if length == 1 else f"{length:,} tokens"

@@ -62,13 +62,13 @@ def smallest_budget(length: int, pool: Pool) -> int:
 
 def smallest_pool(length: int, pool: Pool) -> int | None:
     """Fewest ranks, a multiple of ep, with which a pool of this budget holds a sequence of `length` tokens."""
-    fewest = max(pool.ranks + 1, -(-length // pool.token_budget))
-    for ranks in range(-(-fewest // pool.ep) * pool.ep, MAX_RANKS + 1, pool.ep):
-        if memory_degree(length, replace(pool, ranks=ranks)) is not None:
-            return ranks
-        if pool.max_degree is not None and ranks >= pool.max_degree:
-            return None  # more ranks make no larger group
-    return None
+    least = -(-length // pool.token_budget)
+    # At four times the least, a power of two of twice the least is a degree, and padding takes at most half of its
+    # budget: if that does not do, the budget is too small for a single padded token, on any pool.
+    most = min(4 * least + pool.ep, pool.max_degree or MAX_RANKS, MAX_RANKS)
+    first = -(-max(pool.ranks + 1, least) // pool.ep) * pool.ep
+    candidates = range(first, most + 1, pool.ep)
+    return next((n for n in candidates if memory_degree(length, replace(pool, ranks=n)) is not None), None)
 
 
 def _remedies(length: int, pool: Pool) -> str:

@@ -46,7 +46,7 @@ def test_equals_the_linear_reference_on_random_and_adversarial_batches(seed: int
     assert sum(check(problem(rng)) for _ in range(850)) >= 800
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(problems())
 def test_equals_the_linear_reference_on_batches_that_hypothesis_finds(posed: Problem) -> None:
     check(posed)
