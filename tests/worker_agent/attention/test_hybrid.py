@@ -120,11 +120,11 @@ def test_deterministic_runs_are_equal_to_the_bit() -> None:
     run_ranks(4, repeated_runs)
 
 
-def low_precision_errors(rank: int, cases: list[Case]) -> list[dict[int, list[float]]]:
-    """By case and ring size (0: this rank alone): squared error of output and gradients of this rank's tokens."""
+def low_precision_errors(rank: int, cases: list[Case]) -> list[tuple[list[float], list[float]]]:
+    """By case: squared error of output and gradients of this rank's tokens, on one rank and on a ring of eight."""
     registry = GroupRegistry()
-    groups = {0: registry.group(rank, 1), **{ring: registry.group(0, 4, 4 // ring) for ring in (1, 2, 4)}}
-    return [{ring: squared_errors(case, group) for ring, group in groups.items()} for case in cases]
+    alone, ring = registry.group(rank, 1), registry.group(0, 8, 1)
+    return [(squared_errors(case, alone), squared_errors(case, ring)) for case in cases]
 
 
 def squared_errors(case: Case, group: Group) -> list[float]:
@@ -136,15 +136,13 @@ def squared_errors(case: Case, group: Group) -> list[float]:
     ]
 
 
-def test_low_precision_error_does_not_grow_with_the_ring() -> None:
-    cases = [Case((301, 64, 5), dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    for case, results in zip(cases, zip(*run_ranks(4, low_precision_errors, cases), strict=True), strict=True):
-        alone = torch.tensor(results[0][0])
-        for ring in (1, 2, 4):
-            together = sum(torch.tensor(result[ring]) for result in results)
-            assert (together <= 1.3**2 * alone).all(), (
-                f"{case.dtype}, ring of {ring}: {together.sqrt()} against {alone.sqrt()} alone"
-            )
+def test_low_precision_error_is_that_of_one_rank_on_a_ring_of_eight() -> None:
+    """Accumulation in bf16 instead of fp32 would add 20 to 28 % here."""
+    cases = [Case((301, 64, 5), causal=False, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for case, results in zip(cases, zip(*run_ranks(8, low_precision_errors, cases), strict=True), strict=True):
+        alone = torch.tensor(results[0][0]).sqrt()
+        ring = torch.tensor([ring for _, ring in results]).sum(0).sqrt()
+        assert (ring <= 1.15 * alone).all(), f"{case.dtype}: {ring} against {alone} alone"
 
 
 def checkpointed(rank: int) -> None:
