@@ -396,17 +396,7 @@ function TimelinePanel({ timeline, pipeline, set }: TimelinePanelProps) {
       controls={
         <>
           {data && data.pipelines > 1 && (
-            <label class="pick">
-              <span>Pipeline</span>
-              <select value={pipeline ?? ""} onChange={(event) => set({ pipeline: event.currentTarget.value || null })}>
-                <option value="">slowest</option>
-                {Array.from({ length: data.pipelines }, (_, n) => (
-                  <option key={n} value={n}>
-                    {n}
-                  </option>
-                ))}
-              </select>
-            </label>
+            <PipelinePicker pipelines={data.pipelines} value={pipeline} choose={(value) => set({ pipeline: value || null })} />
           )}
           {toggle}
           <CsvButton
@@ -438,6 +428,34 @@ function TimelinePanel({ timeline, pipeline, set }: TimelinePanelProps) {
         {(value) => (asTable ? <StageTable timeline={value} /> : <Schedule timeline={value} palette={palette} />)}
       </Loaded>
     </Panel>
+  );
+}
+
+interface PipelinePickerProps {
+  pipelines: number;
+  value: number | null;
+  choose: (value: string) => void;
+}
+
+/** A list of a few pipelines, a field for thousands; empty is the slowest. */
+function PipelinePicker({ pipelines, value, choose }: PipelinePickerProps) {
+  const onChange = (event: { currentTarget: { value: string } }) => choose(event.currentTarget.value);
+  return (
+    <label class="pick">
+      <span>Pipeline</span>
+      {pipelines > 64 ? (
+        <input type="number" min={0} max={pipelines - 1} placeholder="slowest" value={value ?? ""} onChange={onChange} />
+      ) : (
+        <select value={value ?? ""} onChange={onChange}>
+          <option value="">slowest</option>
+          {Array.from({ length: pipelines }, (_, n) => (
+            <option key={n} value={n}>
+              {n}
+            </option>
+          ))}
+        </select>
+      )}
+    </label>
   );
 }
 
