@@ -141,6 +141,7 @@ def _killed_and_restarted(rank: int, target: str, folder: str) -> Any:
         # As a loader that runs ahead; iterations start where a checkpoint ended.
         for iteration in (7, 8):
             agent.submit(iteration, lengths(iteration, rank))
+        until(lambda: agent.statistics().served == 2)  # before any step asks
         steps = [agent.plan(7), agent.plan(8)]
         steps.append(step(agent, rank, 9))  # killed while every rank's fetch is parked
         steps.append(step(agent, rank, 10))
