@@ -85,8 +85,8 @@ def validated_lengths(lengths: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[
             Reason.INVALID_LENGTH,
             f"the batch holds {given.size:,} sequences; the limit is {MAX_SEQUENCES:,}: plan it as several iterations",
         )
-    if given.dtype.kind not in "iuf":
-        given = _numbers(given)
+    if given.dtype.kind not in "iuf" or (isinstance(lengths, list | tuple) and bool in set(map(type, lengths))):
+        given = _numbers(np.asarray(lengths, dtype=object))  # numpy would have made one text or number of a mixture
     with np.errstate(invalid="ignore"):
         wrong = ~((given >= 1) & (given <= MAX_LENGTH) & (given == np.floor(given)))
     if wrong.any():
