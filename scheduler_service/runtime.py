@@ -102,9 +102,9 @@ class Runtime:
             try:
                 await self._stopping.wait()
             finally:
-                await self._shut_down(http)
-                for loop in loops:
+                for loop in loops:  # first of all: what warms up would take the end of the planner for a failure
                     loop.cancel()
+                await self._shut_down(http)
 
     async def _warm_up(self) -> None:
         await self._planner.start()

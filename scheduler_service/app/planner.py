@@ -48,16 +48,16 @@ class Planner:
         self._size = workers
         self._plans: WorkerPool | None = None
         self._baselines: WorkerPool | None = None
+        self._closed = False
         self.warm = False
         """Whether every process has compiled the planner's loops."""
 
     async def start(self) -> None:
         """Start the processes and return when they are warm."""
         self._plans = WorkerPool(self._size)
-        self._baselines = WorkerPool(1, niceness=_BASELINE_NICENESS)
         # One compiles first: the others find its result in numba's cache.
         await self._plans.run(warm_up)
-        await asyncio.gather(self._plans.on_each(warm_up), self._baselines.on_each(warm_up))
+        await self._plans.on_each(warm_up)
         self.warm = True
 
     @property
@@ -83,8 +83,10 @@ class Planner:
 
     async def predict(self, order: PlanOrder, policies: Sequence[str]) -> dict[str, float]:
         """Predicted seconds of the same batch under other policies; those that cannot hold it are left out."""
-        if self._baselines is None:
+        if self._closed:
             return {}
+        if self._baselines is None:
+            self._baselines = WorkerPool(1, niceness=_BASELINE_NICENESS)
         try:
             return await self._baselines.run(_predict, order, tuple(policies))
         except WorkerDiedError as error:
@@ -94,6 +96,7 @@ class Planner:
     def close(self) -> None:
         """End all processes, also in the middle of a plan."""
         self.warm = False
+        self._closed = True
         for pool in (self._plans, self._baselines):
             if pool is not None:
                 pool.close()

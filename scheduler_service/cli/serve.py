@@ -31,10 +31,11 @@ def serve(
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
     import asyncio
+    import logging
 
     from scheduler_service.config import load
     from scheduler_service.domain import HydraCpError
-    from scheduler_service.observability import logging
+    from scheduler_service.observability.logging import configure
     from scheduler_service.runtime import Runtime
 
     try:
@@ -42,7 +43,7 @@ def serve(
     except HydraCpError as error:
         typer.echo(f"hydra-cp serve: {error}", err=True)
         raise typer.Exit(2) from None
-    logging.configure(settings.log_level, settings.log_format)
+    configure(settings.log_level, settings.log_format)
 
     async def run() -> None:
         await Runtime(settings).run()
@@ -51,4 +52,7 @@ def serve(
         asyncio.run(run())
     except HydraCpError as error:
         typer.echo(f"hydra-cp serve: {error}", err=True)
+        raise typer.Exit(1) from None
+    except Exception:
+        logging.getLogger(__name__).exception("ended by a failure")
         raise typer.Exit(1) from None
