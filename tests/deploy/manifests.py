@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,22 @@ class Helm:
         self, values: Mapping[str, Any] | None = None, *, release: str = RELEASE, options: tuple[str, ...] = ()
     ) -> list[Manifest]:
         """The chart's manifests under `values`."""
-        done = self.run("template", release, str(CHART), "--namespace", NAMESPACE, *options, values=values)
-        assert done.returncode == 0, done.stderr
-        return [document for document in yaml.load_all(done.stdout, _NoDuplicates) if document]
+        text = _rendered(self, release, options, json.dumps(values or {}))
+        return [document for document in yaml.load_all(text, _NoDuplicates) if document]
 
     def refusal(self, values: Mapping[str, Any], *, options: tuple[str, ...] = ()) -> str:
         """What helm says when it refuses `values`."""
         done = self.run("template", RELEASE, str(CHART), *options, values=values)
         assert done.returncode != 0, f"helm took {values}"
         return done.stderr
+
+
+@cache
+def _rendered(helm: Helm, release: str, options: tuple[str, ...], values: str) -> str:
+    """The text of the manifests: many tests look at the same ones."""
+    done = helm.run("template", release, str(CHART), "--namespace", NAMESPACE, *options, values=json.loads(values))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class _NoDuplicates(yaml.SafeLoader):
