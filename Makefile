@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
 
@@ -63,8 +64,8 @@ ui: setup ## Build the dashboard and refresh its copy of the REST schema
 
 .PHONY: image
 image: ## Build the two container images (needs a Docker engine)
-	docker build -f deploy/docker/scheduler.Dockerfile -t hydra-cp-scheduler .
-	docker build -f deploy/docker/agent.Dockerfile -t hydra-cp-agent .
+	docker build -f deploy/docker/scheduler.Dockerfile -t hydra-cp-scheduler:$(VERSION) .
+	docker build -f deploy/docker/agent.Dockerfile -t hydra-cp-agent:$(VERSION) .
 
 ##@ Help
 
