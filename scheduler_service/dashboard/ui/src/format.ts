@@ -48,7 +48,8 @@ export function short(value: Maybe): string {
 
 export function percent(value: Maybe, fraction = 1): string {
   if (missing(value)) return MISSING;
-  const text = (value * 100).toLocaleString("en", { minimumFractionDigits: fraction, maximumFractionDigits: fraction });
+  const shown = Number((value * 100).toFixed(fraction)) || 0; // no −0
+  const text = shown.toLocaleString("en", { minimumFractionDigits: fraction, maximumFractionDigits: fraction });
   return `${text}${THIN}%`;
 }
 

@@ -45,18 +45,23 @@ export function Chart({ option, label, height, onPick }: ChartProps) {
   return <div ref={host} class="chart" role="img" aria-label={label} style={{ height: `${height}px` }} />;
 }
 
+/** A canvas inherits no font. */
+export function pageFont(): string {
+  return getComputedStyle(document.body).fontFamily;
+}
+
 /** What all charts share: no motion (figures arrive all the time), one tooltip style. */
 export function chartBase(palette: Palette): Record<string, unknown> {
   return {
     animation: false,
-    textStyle: { fontFamily: "inherit", color: palette.muted, fontSize: 11 },
+    textStyle: { fontFamily: pageFont(), color: palette.muted, fontSize: 11 },
     tooltip: {
       confine: true,
       backgroundColor: palette.surface,
       borderColor: palette.line,
       borderWidth: 1,
       padding: [8, 10],
-      textStyle: { color: palette.text, fontSize: 12, fontFamily: "inherit" },
+      textStyle: { color: palette.text, fontSize: 12 },
       extraCssText: "box-shadow:0 4px 16px rgb(0 0 0 / .16);border-radius:8px;",
     },
   };
@@ -193,6 +198,7 @@ function seriesOption(props: SeriesPanelProps, palette: Palette): EChartsCoreOpt
       axisLine: { show: false },
       type: log ? "log" : "value",
       scale: fitted,
+      ...(fitted || log ? {} : { min: 0 }),
       splitNumber: 4,
       ...(top === undefined ? {} : { max: top, interval: top / 4 }),
       axisLabel: { color: palette.muted, fontSize: 11, hideOverlap: true, formatter: (value: number) => axisFormat(value) },

@@ -5,7 +5,7 @@ import type { Timeline } from "../api";
 import { percent, seconds } from "../format";
 import type { CustomSeriesRenderItemAPI, CustomSeriesRenderItemParams, EChartsCoreOption } from "../echarts";
 import type { Palette } from "../theme";
-import { axisStyle, Chart, chartBase } from "./chart";
+import { axisStyle, Chart, chartBase, pageFont } from "./chart";
 
 export function Schedule({ timeline, palette }: { timeline: Timeline; palette: Palette }) {
   const option = useMemo(() => scheduleOption(timeline, palette), [timeline, palette]);
@@ -36,6 +36,7 @@ export function stageFigures(timeline: Timeline) {
 function scheduleOption(timeline: Timeline, palette: Palette): EChartsCoreOption {
   const rows = timeline.operations.map((op) => [op.start_s, op.end_s, op.stage, op.microbatch, op.kind === "F" ? 0 : 1]);
   const base = chartBase(palette);
+  const font = pageFont();
   return {
     ...base,
     grid: { left: 4, right: 16, top: 6, bottom: 34, containLabel: true },
@@ -94,13 +95,13 @@ function scheduleOption(timeline: Timeline, palette: Palette): EChartsCoreOption
         dimensions: ["start", "end", "stage", "microbatch", "kind"],
         encode: { x: [0, 1], y: 2 },
         data: rows,
-        renderItem: (_: CustomSeriesRenderItemParams, api: CustomSeriesRenderItemAPI) => bar(api, palette),
+        renderItem: (_: CustomSeriesRenderItemParams, api: CustomSeriesRenderItemAPI) => bar(api, palette, font),
       },
     ],
   };
 }
 
-function bar(api: CustomSeriesRenderItemAPI, palette: Palette) {
+function bar(api: CustomSeriesRenderItemAPI, palette: Palette, font: string) {
   const stage = api.value(2);
   const [left = 0, middle = 0] = api.coord([api.value(0), stage]);
   const [right = 0] = api.coord([api.value(1), stage]);
@@ -116,7 +117,7 @@ function bar(api: CustomSeriesRenderItemAPI, palette: Palette) {
       ? {
           textContent: {
             type: "text" as const,
-            style: { text: String(api.value(3)), fill: "#10141a", fontSize: 10, fontFamily: "inherit" },
+            style: { text: String(api.value(3)), fill: "#10141a", fontSize: 10, fontFamily: font },
           },
           textConfig: { position: "inside" as const },
         }

@@ -395,8 +395,8 @@ function TimelinePanel({ timeline, pipeline, set }: TimelinePanelProps) {
       }
       controls={
         <>
-          {data && data.pipelines > 1 && (
-            <PipelinePicker pipelines={data.pipelines} value={pipeline} choose={(value) => set({ pipeline: value || null })} />
+          {(data ? data.pipelines > 1 : pipeline !== null) && (
+            <PipelinePicker pipelines={data?.pipelines ?? Infinity} value={pipeline} choose={(value) => set({ pipeline: value || null })} />
           )}
           {toggle}
           <CsvButton
@@ -444,7 +444,7 @@ function PipelinePicker({ pipelines, value, choose }: PipelinePickerProps) {
     <label class="pick">
       <span>Pipeline</span>
       {pipelines > 64 ? (
-        <input type="number" min={0} max={pipelines - 1} placeholder="slowest" value={value ?? ""} onChange={onChange} />
+        <input type="number" min={0} {...(Number.isFinite(pipelines) ? { max: pipelines - 1 } : {})} placeholder="slowest" value={value ?? ""} onChange={onChange} />
       ) : (
         <select value={value ?? ""} onChange={onChange}>
           <option value="">slowest</option>

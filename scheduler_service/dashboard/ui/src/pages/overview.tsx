@@ -139,6 +139,12 @@ function gain(it: IterationSummary, policy: string): number | null {
   return baseline !== undefined && it.predicted_s > 0 ? baseline / it.predicted_s : null;
 }
 
+function lessTime(ratio: number): string {
+  const saved = 1 - 1 / ratio;
+  if (Math.abs(saved) < 0.005) return "the same time";
+  return `${percent(Math.abs(saved), 0)} ${saved > 0 ? "less" : "more"} time`;
+}
+
 function figuresOf(newestFirst: readonly IterationSummary[]): Figure[] {
   const its = [...newestFirst].reverse();
   const waits = its.map((it) => it.plan_wait_s ?? null);
@@ -156,7 +162,7 @@ function figuresOf(newestFirst: readonly IterationSummary[]): Figure[] {
     return {
       label,
       value: times(middle),
-      note: middle === null ? "not computed for these batches" : `predicted; ${percent(Math.abs(1 - 1 / middle), 0)} ${middle >= 1 ? "less" : "more"} time`,
+      note: middle === null ? "not computed for these batches" : `predicted; ${lessTime(middle)}`,
       trend: gains,
     };
   };
