@@ -230,7 +230,7 @@ function Charts({ iterations: newestFirst }: { iterations: readonly IterationSum
     })),
   ];
   const middles = time.map((s) => median(s.values)).filter((v): v is number => v !== null && v > 0);
-  const apart = middles.length > 1 && Math.max(...middles) / Math.min(...middles) > 12;
+  const apart = middles.length > 1 && Math.max(...middles) / Math.min(...middles) > 6;
   const scale = route.options.get("scale") ?? (apart ? "log" : "linear");
   const degrees = [...new Set(its.flatMap((it) => Object.keys(it.degree_share ?? {}).map(Number)))].sort((a, b) => a - b);
   const top = degrees.at(-1) ?? 1;
