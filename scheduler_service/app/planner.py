@@ -72,6 +72,8 @@ class Planner:
             try:
                 return await pool.run(_plan, order)
             except WorkerDiedError as error:
+                if self._closed:
+                    raise _closing() from error
                 logger.error("planner %s while it planned %d sequences", error, len(order.batch))
                 if attempt == _ATTEMPTS:
                     raise HydraCpError(
@@ -102,9 +104,15 @@ class Planner:
                 pool.close()
 
     async def _started(self) -> WorkerPool:
-        while self._plans is None:  # a call that came before `start`
+        while self._plans is None and not self._closed:  # a call that came before `start`
             await asyncio.sleep(0.05)
+        if self._closed or self._plans is None:
+            raise _closing()
         return self._plans
+
+
+def _closing() -> HydraCpError:
+    return HydraCpError(Reason.SHUTTING_DOWN, "the planner is shutting down; try again in a moment")
 
 
 def _plan(order: PlanOrder) -> Planned:

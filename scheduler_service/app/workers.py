@@ -50,9 +50,12 @@ class WorkerPool:
         """`function(*arguments)` in the next idle process; both must pickle.
 
         Raises what the function raises if that is a `HydraCpError`, one with reason INTERNAL for anything else,
-        and `WorkerDiedError` if the process ends before it answers.
+        and `WorkerDiedError` if the process ends before it answers, or all were ended.
         """
         worker = await self._idle.get()
+        if self._closed:
+            self._idle.put_nowait(worker)  # for the next who waits
+            raise WorkerDiedError("processes were ended")
         call = asyncio.get_running_loop().run_in_executor(self._threads, worker.call, function, arguments)
         # A caller that goes away leaves the process busy: it is idle again when the call is done, not before.
         call.add_done_callback(lambda done: self._release(worker, done))
@@ -67,6 +70,7 @@ class WorkerPool:
         self._closed = True
         for worker in self._workers:
             worker.kill()
+        self._idle.put_nowait(self._workers[0])  # wakes those who wait for one
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _release(self, worker: _Worker, done: asyncio.Future[Any]) -> None:

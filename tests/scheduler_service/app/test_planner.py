@@ -80,3 +80,18 @@ async def test_a_batch_that_kills_every_process_fails_and_the_next_one_is_planne
 
 def _die(_: PlanOrder) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def test_closing_in_the_middle_of_a_plan_says_so_and_waits_for_nothing():
+    planner = Planner(workers=1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(planner.plan(order([1])), 0.1)  # not started: it would wait
+    starting = asyncio.create_task(planner.start())
+    waiting = asyncio.create_task(planner.plan(order([1, 2])))
+    await asyncio.sleep(0.1)
+    planner.close()
+    for call in (waiting, planner.plan(order([1]))):
+        with pytest.raises(HydraCpError) as caught:
+            await asyncio.wait_for(call, 60)
+        assert caught.value.reason is Reason.SHUTTING_DOWN
+    await asyncio.gather(starting, return_exceptions=True)

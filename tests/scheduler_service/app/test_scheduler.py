@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -245,7 +246,7 @@ async def test_an_agent_that_reads_no_plan_format_of_ours_is_refused(scheduler, 
 
 
 async def test_silent_jobs_expire_and_their_parked_agents_are_told_to_register_again(scheduler, config, clock):
-    scheduler.limits.__dict__["job_expiry_s"] = 0.04
+    scheduler.limits = replace(scheduler.limits, job_expiry_s=0.04)
     loop = asyncio.create_task(scheduler.run())
     job = scheduler.register("a", 0, config)
     waiting = asyncio.create_task(fetched(scheduler, job, 0))
