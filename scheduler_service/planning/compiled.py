@@ -1,6 +1,10 @@
 """How loops are compiled: with numba, outside the interpreter lock, and kept on disk between processes.
 
 A service that plans on a thread stays responsive because compiled loops release the lock.
+
+numba's cache follows the file of the loop alone: after a change of `heaps`, loops in `packing` that call it are
+stale until `packing` is touched or __pycache__ removed. An installation writes all files anew, so only developers
+meet this.
 """
 
 from __future__ import annotations

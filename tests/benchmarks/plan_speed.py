@@ -1,0 +1,76 @@
+"""How fast `hydra` plans: sort, packing, verification and digest, on one core, after warm-up.
+
+Prints JSON: seconds and nanoseconds per sequence for pools of growing size, the growth per sequence from the first
+to the last, and the ratio to the linear reference on a batch that it can still do. Best of a few runs, in CPU time
+of this process. Lengths are log-normal with one of 256K: a mass of short documents and a long tail.
+
+    python tests/benchmarks/plan_speed.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from scheduler_service.domain import Batch, CostModel, Pool
+from scheduler_service.planning import PlanningConfig, verify_plan, warm_up
+from scheduler_service.planning.load_target import choose_target
+from scheduler_service.planning.packing import pack
+from scheduler_service.planning.policies import hydra
+from scheduler_service.planning.reference import pack_linearly
+
+SIZES = ((512, 32_000), (4096, 262_144), (16_384, 1_048_576))
+REFERENCE_SIZE = (128, 4000)
+LONGEST = 262_144
+
+
+def lengths_of(count: int) -> np.ndarray:
+    """The benchmark's lengths."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6.5, 1.6, count), 1, LONGEST).astype(np.int64)
+    lengths[0] = LONGEST
+    return lengths
+
+
+def best_s(action: Callable[[], object], runs: int) -> float:
+    """CPU seconds of the fastest run."""
+    taken = []
+    for _ in range(runs):
+        began = time.process_time()
+        action()
+        taken.append(time.process_time() - began)
+    return min(taken)
+
+
+def planned(lengths: np.ndarray, pool: Pool) -> None:
+    """From lengths to a verified plan with its digest."""
+    batch = Batch(lengths)
+    verify_plan(hydra.plan(batch, pool, PlanningConfig()), batch)
+
+
+def main() -> None:
+    """Measure and print."""
+    warm_up()
+    rows = []
+    for ranks, count in SIZES:
+        pool, lengths = Pool(ranks=ranks, token_budget=8192, stages=9, ep=8), lengths_of(count)
+        seconds = best_s(lambda pool=pool, lengths=lengths: planned(lengths, pool), runs=5)
+        rows.append({"ranks": ranks, "sequences": count, "plan_s": seconds, "ns_per_sequence": seconds / count * 1e9})
+
+    ranks, count = REFERENCE_SIZE
+    pool, batch = Pool(ranks=ranks, token_budget=8192, stages=9, ep=8), Batch(lengths_of(count))
+    target = choose_target(batch, pool, CostModel())
+    heaps_s = best_s(lambda: pack(batch, pool, target), runs=5)
+    linear_s = best_s(lambda: pack_linearly(batch, pool, target), runs=1)
+    document = {
+        "hydra": rows,
+        "growth_per_sequence": rows[-1]["ns_per_sequence"] / rows[0]["ns_per_sequence"],
+        "linear_over_heaps": linear_s / heaps_s,
+    }
+    print(json.dumps(document, indent=2))
+
+
+if __name__ == "__main__":
+    main()
