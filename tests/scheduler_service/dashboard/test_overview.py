@@ -80,7 +80,9 @@ def test_a_new_iteration_shows_without_a_reload(open_page: Opener, site: Site) -
         assert page.evaluate("window.sameDocument") is True
 
 
-def test_without_an_event_stream_the_page_asks_again_by_itself(open_page: Opener, site: Site) -> None:
+def test_without_an_event_stream_the_page_asks_by_itself_and_tries_to_connect_again(
+    open_page: Opener, site: Site
+) -> None:
     with training_job(site.grpc, "polled", ranks=4, token_budget=4096) as job:
         job.run(0, 0, 20)
         page = open_page()
@@ -90,6 +92,8 @@ def test_without_an_event_stream_the_page_asks_again_by_itself(open_page: Opener
         expect(page.locator(".live")).to_have_text("Reconnecting")
         job.run(1, 1, 20)
         expect(page.locator("#iterations tbody tr")).to_have_count(2)
+        page.unroute("**/events/stream")
+        expect(page.locator(".live")).to_have_text("Live")
 
 
 def test_a_fallback_is_counted_and_explained(open_page: Opener, site: Site) -> None:

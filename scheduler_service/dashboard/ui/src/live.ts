@@ -20,7 +20,7 @@ const POLL_MS = 5000;
 /** Events come in bursts (planned, executed, …); one fetch serves a burst. */
 const SETTLE_MS = 300;
 /** Also while live: figures such as "last seen" change without an event. */
-const REFRESH_MS = 20000;
+const REFRESH_MS = 60000;
 const RETRY_MS = [1000, 2000, 5000, 10000];
 
 export function useLive(): Live {

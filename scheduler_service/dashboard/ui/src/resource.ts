@@ -14,7 +14,7 @@ export interface Resource<T> {
  * Fetches `url` when it changes and again when `version` does. Another url clears the data; another version keeps it
  * until the new data is there, and beside the error if none comes. A null url fetches nothing.
  */
-export function useResource<T>(url: string | null, version = 0): Resource<T> {
+export function useResource<T>(url: string | null, version: number | string = 0): Resource<T> {
   const [state, setState] = useState<{ url: string | null; data: T | null; error: Error | null; loading: boolean }>({
     url: null,
     data: null,

@@ -5,7 +5,7 @@
  * a rank, it shows the largest value below it.
  */
 
-import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { LoadMap } from "../api";
 import { groupRanks, integer, percent, short } from "../format";
 import { degreeColour, inkOn, type Palette, rampColour, type Rgb, rgb } from "../theme";
@@ -88,9 +88,11 @@ export function HeatMap(props: HeatMapProps) {
   }, []);
 
   const geometry = geometryOf(width, map.microbatches, range);
+  const outlined = selected && `${selected.microbatch}/${selected.start}/${selected.degree}`;
+  // Not on every move of the pointer: only when the picture changes.
   useEffect(() => {
     if (width > 0) draw(canvas.current!, geometry, props, cursor);
-  });
+  }, [width, map, mode, budget, palette, range[0], range[1], outlined, cursor]);
 
   const rankAt = (x: number): number => {
     const rank = geometry.first + Math.floor((x - GUTTER) / geometry.cell);
@@ -143,6 +145,10 @@ export function HeatMap(props: HeatMapProps) {
     else if (event.key === "0") onRange([0, map.ranks - 1]);
   };
 
+  const scale = useMemo(
+    () => <Scale map={map} mode={mode} budget={budget} target={target} palette={palette} />,
+    [map, mode, budget, target, palette],
+  );
   const told = hover?.cell ?? cursor;
   const band = drag && {
     left: GUTTER + (Math.min(drag.from, drag.to) - geometry.first) * geometry.cell,
@@ -183,7 +189,7 @@ export function HeatMap(props: HeatMapProps) {
           </div>
         )}
       </div>
-      <Scale map={map} mode={mode} budget={budget} target={target} palette={palette} />
+      {scale}
       <p class="readout" aria-live="polite">
         {told
           ? describeCell(map, told, budget, target)

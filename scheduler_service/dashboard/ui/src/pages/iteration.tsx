@@ -1,9 +1,10 @@
 /** One iteration: where the load lies, how the pipeline runs, and why each sequence is where it is. */
 
 import type { ComponentChildren } from "preact";
-import { useMemo } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import {
   endpoint,
+  get,
   type IterationPage as IterationList,
   type IterationSummary,
   type Job,
@@ -18,7 +19,7 @@ import { useView } from "../components/context";
 import { Figures } from "../components/figures";
 import { CopyLink } from "../components/header";
 import { type GroupAddress, type HeatMode, HeatMap, zoom } from "../components/heatmap";
-import { CsvButton, Loaded, Message, Panel, Segments, useTableToggle } from "../components/panel";
+import { CsvButton, ErrorMessage, Loaded, Message, Panel, Segments, useTableToggle } from "../components/panel";
 import { Schedule, stageFigures } from "../components/schedule";
 import { saveCsv, saveJson } from "../download";
 import { decimal, groupRanks, integer, MISSING, percent, plural, rankRange, seconds, short, signedPercent, times } from "../format";
@@ -28,6 +29,7 @@ import { degreeColour, rgb } from "../theme";
 import { State } from "./overview";
 
 const PAGE_ROWS = 25;
+/** Most rows that the API gives at once. */
 const EXPORT_ROWS = 500;
 
 /** `…/iterations/latest`: goes on to the newest iteration that has a plan. */
@@ -56,14 +58,15 @@ export function Iteration({ job, stream, iteration }: { job: Job; stream: Stream
   const { route, live } = useView();
   const base = jobPath(job.job, `/iterations/${iteration}`);
   const summary = useResource<IterationSummary>(endpoint(base, { stream }), live.version);
-  // A plan never changes: what is derived from it is fetched once, when there is one.
-  const digest = summary.data?.digest ?? null;
-  const load = useResource<LoadMap>(digest && endpoint(`${base}/load`, { stream }));
+  // A plan never changes: what is derived from it is fetched once for each digest.
+  const digest = summary.data?.digest ?? "";
+  const load = useResource<LoadMap>(digest ? endpoint(`${base}/load`, { stream }) : null, digest);
   const pipeline = numberOption(route, "pipeline");
-  const timeline = useResource<Timeline>(digest && endpoint(`${base}/timeline`, { stream, pipeline }));
+  const timeline = useResource<Timeline>(digest ? endpoint(`${base}/timeline`, { stream, pipeline }) : null, digest);
   const chosen = numberOption(route, "seq");
   const one = useResource<PlanPage>(
     digest && chosen !== null ? endpoint(`${base}/plan`, { stream, sort: "id", offset: chosen, limit: 1 }) : null,
+    digest,
   );
   const sequence = one.data?.sequences[0] ?? null;
   const set = (change: OptionChange) => go(withOptions(route, change), { replace: true });
@@ -570,9 +573,14 @@ function SequencePanel({ job, it, base, stream, chosen, detail, set }: SequenceP
   const microbatch = numberOption(route, "mb");
   const rank = numberOption(route, "rank");
   const query = { stream, sort, microbatch, rank };
-  const page = useResource<PlanPage>(endpoint(`${base}/plan`, { ...query, offset, limit: PAGE_ROWS }));
+  const page = useResource<PlanPage>(endpoint(`${base}/plan`, { ...query, offset, limit: PAGE_ROWS }), it.digest ?? "");
   const total = page.data?.total ?? 0;
   const name = `${job.job}-${stream}-${it.iteration}-sequences`;
+  const [failure, setFailure] = useState<Error | null>(null);
+  const save = () => {
+    setFailure(null);
+    saveSequences(name, base, query).catch(setFailure);
+  };
   const chips: [string, OptionChange][] = [];
   if (microbatch !== null) chips.push([`microbatch ${microbatch}`, { mb: null, offset: null }]);
   if (rank !== null) chips.push([`rank ${rank}`, { rank: null, offset: null }]);
@@ -600,10 +608,11 @@ function SequencePanel({ job, it, base, stream, chosen, detail, set }: SequenceP
               ))}
             </select>
           </label>
-          <CsvButton what={`the first ${EXPORT_ROWS} of these sequences`} onClick={() => void saveSequences(name, base, query)} />
+          <CsvButton what="all of these sequences" onClick={save} />
         </>
       }
     >
+      {failure && <ErrorMessage error={failure} retry={save} />}
       <div class={chosen === null ? "split" : "split open"}>
         <div>
           <Loaded resource={page} height={420}>
@@ -755,10 +764,15 @@ function Why({ sequence, chosen, close }: { sequence: PlacedSequence | null; cho
   );
 }
 
+/** Saves all sequences that pass the filters, fetched page by page. */
 async function saveSequences(name: string, base: string, query: Record<string, string | number | null>): Promise<void> {
-  const response = await fetch(endpoint(`${base}/plan`, { ...query, offset: 0, limit: EXPORT_ROWS }));
-  if (!response.ok) return;
-  const { sequences } = (await response.json()) as PlanPage;
+  const rows: PlacedSequence[] = [];
+  for (let total = 1; rows.length < total; ) {
+    const page = await get<PlanPage>(endpoint(`${base}/plan`, { ...query, offset: rows.length, limit: EXPORT_ROWS }));
+    if (page.sequences.length === 0) break;
+    rows.push(...page.sequences);
+    total = page.total;
+  }
   const columns = ["id", "length", "shard", "microbatch", "start", "degree", "memory_degree", "load", "why"] as const;
-  saveCsv(name, columns, sequences.map((row) => columns.map((column) => row[column])));
+  saveCsv(name, columns, rows.map((row) => columns.map((column) => row[column])));
 }
