@@ -23,7 +23,7 @@ ARGUMENTS = [
 
 expect.set_options(timeout=30_000)
 
-SEQUENCES = 300
+SEQUENCES = 600  # more than one page of the largest size
 ITERATIONS = 5
 
 

@@ -2,6 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { ApiError } from "../api";
+import { percent } from "../format";
 import type { Resource } from "../resource";
 import { go, withOptions } from "../router";
 import { useView } from "./context";
@@ -49,10 +50,11 @@ export function useTableToggle(id: string): [boolean, ComponentChildren] {
   return [asTable, button];
 }
 
-export function CsvButton({ what, onClick }: { what: string; onClick: () => void }) {
+/** `share` is how much of it has been fetched, while it is being fetched. */
+export function CsvButton({ what, share = null, onClick }: { what: string; share?: number | null; onClick: () => void }) {
   return (
-    <button type="button" class="quiet" aria-label={`Download ${what} as CSV`} onClick={onClick}>
-      CSV
+    <button type="button" class="quiet" aria-label={`Download ${what} as CSV`} disabled={share !== null} onClick={onClick}>
+      {share === null ? "CSV" : `CSV ${percent(share, 0)}`}
     </button>
   );
 }

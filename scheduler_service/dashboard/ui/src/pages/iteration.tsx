@@ -577,9 +577,12 @@ function SequencePanel({ job, it, base, stream, chosen, detail, set }: SequenceP
   const total = page.data?.total ?? 0;
   const name = `${job.job}-${stream}-${it.iteration}-sequences`;
   const [failure, setFailure] = useState<Error | null>(null);
+  const [saved, setSaved] = useState<number | null>(null);
   const save = () => {
     setFailure(null);
-    saveSequences(name, base, query).catch(setFailure);
+    saveSequences(name, base, query, setSaved)
+      .catch(setFailure)
+      .finally(() => setSaved(null));
   };
   const chips: [string, OptionChange][] = [];
   if (microbatch !== null) chips.push([`microbatch ${microbatch}`, { mb: null, offset: null }]);
@@ -608,7 +611,7 @@ function SequencePanel({ job, it, base, stream, chosen, detail, set }: SequenceP
               ))}
             </select>
           </label>
-          <CsvButton what="all of these sequences" onClick={save} />
+          <CsvButton what="all of these sequences" share={saved} onClick={save} />
         </>
       }
     >
@@ -764,10 +767,16 @@ function Why({ sequence, chosen, close }: { sequence: PlacedSequence | null; cho
   );
 }
 
-/** Saves all sequences that pass the filters, fetched page by page. */
-async function saveSequences(name: string, base: string, query: Record<string, string | number | null>): Promise<void> {
+/** Saves all sequences that pass the filters, fetched page by page; `tell` hears which share is there. */
+async function saveSequences(
+  name: string,
+  base: string,
+  query: Record<string, string | number | null>,
+  tell: (share: number) => void,
+): Promise<void> {
   const rows: PlacedSequence[] = [];
   for (let total = 1; rows.length < total; ) {
+    tell(rows.length / total);
     const page = await get<PlanPage>(endpoint(`${base}/plan`, { ...query, offset: rows.length, limit: EXPORT_ROWS }));
     if (page.sequences.length === 0) break;
     rows.push(...page.sequences);
