@@ -234,8 +234,9 @@ class Scheduler:
         for timing in timings:
             iteration = job.window.find(timing.stream, timing.iteration)
             if iteration is None:
-                # The ranks ran it while we were away, or it is so old that nobody looks at it any more.
-                if timing.iteration <= job.window.newest(timing.stream):
+                # The ranks ran it while we were away, and may have submitted later ones before they tell us of it;
+                # or it is so old that nobody looks at it any more.
+                if timing.iteration < job.window.newest(timing.stream) - self.limits.window:
                     continue
                 iteration = self._open(job, timing.stream, timing.iteration)
             self._measure(job, iteration, timing)

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_service.domain import Batch, HydraCpError, InvalidInputError, PlanSlice, Reason
+from scheduler_service.planning import warm_up
 from worker_agent.client.agreement import (
     CONNECTION,
     Decision,
@@ -222,6 +223,9 @@ class PlanAgent:
 
     def _run(self) -> None:
         try:
+            # Now, while the job still builds its model: a fallback must not wait for a compiler.
+            self._doing = "compiling the local planner"
+            warm_up()
             while (task := self._next()) is not None:
                 self._resolve(task)
             self._fail(_closed())

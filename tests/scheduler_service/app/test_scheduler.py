@@ -303,6 +303,16 @@ async def test_an_iteration_that_ran_locally_can_still_be_planned(scheduler, con
     assert (await fetched(scheduler, job, 0)).planned is not None
 
 
+async def test_reports_of_fallbacks_count_also_when_later_iterations_were_submitted_first(scheduler, config):
+    """After a restart of the service, agents submit what is ahead and tell of what is behind, in any order."""
+    job = scheduler.register("a", 0, config)
+    submit(scheduler, job, 5)
+    await fetched(scheduler, job, 5)
+    scheduler.report("a", job.epoch, [timing(4, rank, origin="local") for rank in range(4)])
+    assert (await scheduler.iteration("a", TRAIN, 4)).origin == "local"
+    assert job.fallbacks == 1
+
+
 async def test_timings_of_iterations_that_left_the_window_are_dropped(scheduler, config):
     job = scheduler.register("a", 0, config)
     submit(scheduler, job, 50)
