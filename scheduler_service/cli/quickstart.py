@@ -33,8 +33,10 @@ READY_TIMEOUT_S = 120.0
 LAUNCHER_VERDICT = "failed (exitcode"
 """Where torchrun says which worker failed; what the workers said stands before, and its own traceback after."""
 
-BASELINE_TIMEOUT_S = 30.0
-"""Longest wait, once training is over, for the service's predictions of the last iterations."""
+ROW_TIMEOUT_S = 2.0
+SUMMARY_TIMEOUT_S = 30.0
+"""Longest waits for the service's predictions of other policies, which it makes after the plan: per row, and for
+those that are still missing once training is over."""
 
 _DEFAULTS = RunConfig()
 _CORPUS = CorpusConfig()
@@ -92,7 +94,7 @@ def _run(
                 console.print(f"\ntraining failed with exit code {code}; the end of {training.log}:", style="bold red")
                 console.print(training.tail(around=LAUNCHER_VERDICT), markup=False, soft_wrap=True)
                 return 1
-            _complete(lines, service)
+            _complete(lines, service, SUMMARY_TIMEOUT_S)
             summary = Summary(lines, dashboard=dashboard, grpc=addresses["grpc"], documents=len(documents))
             (output / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
             console.print()
@@ -198,8 +200,7 @@ def _follow(console: Console, training: Child, metrics: Path, service: Service) 
         console.print(row, style="bold", soft_wrap=True)
     for record in _records(training, metrics):
         line = IterationLine(record)
-        if predictions := service.predictions(line.iteration):
-            line.add_predictions(*predictions)
+        _complete([line], service, ROW_TIMEOUT_S)
         console.print(line.row(), style="" if line.origin == "service" else "yellow", soft_wrap=True)
         lines.append(line)
     return lines
@@ -220,19 +221,20 @@ def _records(training: Child, metrics: Path) -> Iterator[dict[str, Any]]:
         time.sleep(0.2)
 
 
-def _complete(lines: list[IterationLine], service: Service) -> None:
-    """Ask again for predictions that the service had not made when an iteration was printed."""
-    end = time.monotonic() + BASELINE_TIMEOUT_S
+def _complete(lines: list[IterationLine], service: Service, timeout_s: float) -> None:
+    """Ask for predictions until every line has them, the service knows none of the rest, or time is up."""
+    end = time.monotonic() + timeout_s
     waiting = [line for line in lines if not line.is_complete]
-    while waiting and time.monotonic() < end:
-        for line in waiting:
-            if predictions := service.predictions(line.iteration):
+    while waiting:
+        asked = [(line, service.predictions(line.iteration)) for line in waiting]
+        for line, predictions in asked:
+            if predictions:
                 line.add_predictions(*predictions)
-        still = [line for line in waiting if not line.is_complete]
-        if len(still) == len(waiting) and all(service.predictions(line.iteration) is None for line in still):
-            return  # planned without the service: there is nothing to wait for
-        waiting = still
-        time.sleep(0.5)
+        waiting = [line for line, predictions in asked if predictions and not line.is_complete]
+        if time.monotonic() > end:
+            return
+        if waiting:
+            time.sleep(0.1)
 
 
 def _serve_on(console: Console, scheduler: Child, exit_: bool) -> int:

@@ -40,6 +40,8 @@ class IterationLine:
 
     def gain(self, baseline: str) -> float | None:
         """How many times longer the baseline is predicted to take; None without a prediction."""
+        if baseline == self.record["policy"]:
+            return 1.0
         if not self._predicted_s or baseline not in self._baselines_s:
             return None
         return self._baselines_s[baseline] / self._predicted_s
@@ -54,9 +56,10 @@ class IterationLine:
         """The iteration in one line."""
         record = self.record
         degrees = " ".join(f"{degree}×{n}" for degree, n in sorted(_degrees(record).items()))
+        target = f"{record['target']:.1e}" if record["target"] else UNKNOWN
         values = (
             self.iteration, f"{record['loss']:.3f}", f"{record['longest_tokens']:,}", record["microbatches"], degrees,
-            f"{record['target']:.1e}", record["cap"] or UNKNOWN, self.origin, f"{record['wait_s']:.2f}",
+            target, record["cap"] or UNKNOWN, self.origin, f"{record['wait_s']:.2f}",
             f"{record['iteration_s']:.2f}", *(_times(self.gain(name)) for name in BASELINES),
         )  # fmt: skip
         return " ".join(f"{value:>{width}}" for value, (*_, width) in zip(values, _COLUMNS, strict=True))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from scheduler_service.domain import HydraCpError
+from scheduler_service.domain import CostModel, HydraCpError
 from worker_agent.client import AgentConfig, PlanAgent
 from worker_agent.training.calibration import calibrate
 from worker_agent.training.config import ModelConfig, RunConfig
@@ -63,6 +63,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--attention", choices=("mla", "gqa"), default=defaults.model.attention)
     add("--lookahead", type=int, default=defaults.lookahead, help="iterations that are planned ahead")
     add("--fetch-timeout", type=float, default=defaults.fetch_timeout_s, help="seconds to wait for a plan")
+    add("--theta", type=float, default=defaults.cost.theta, help="cost model: seconds per token²/degree")
+    add("--tau", type=float, default=defaults.cost.tau, help="cost model: seconds per token")
+    add("--overhead", type=float, default=defaults.cost.overhead, help="cost model: seconds per microbatch")
     add("--seed", type=int, default=defaults.seed)
     add("--checkpoint-every", type=int, default=0, help="iterations between checkpoints; 0 writes none")
     add("--resume-at", type=int, default=0, help="iteration to go on at, from the checkpoint before it")
@@ -77,6 +80,7 @@ def _run_config(options: argparse.Namespace) -> RunConfig:
         defaults,
         pool=replace(defaults.pool, ranks=ranks, token_budget=options.budget, ep=options.ep),
         model=replace(defaults.model, attention=options.attention),
+        cost=CostModel(theta=options.theta, tau=options.tau, overhead=options.overhead),
         policy=options.policy,
         iterations=options.iterations,
         batch=options.batch,

@@ -84,9 +84,10 @@ class OptimizerConfig:
     """How far an expert's selection bias moves per iteration against its load."""
 
 
-CPU_COST = CostModel(theta=2.6e-10, tau=4.1e-5, overhead=8e-3)
-"""Four workers of the default model on two cores of a server CPU, fitted by
-`torchrun --nproc-per-node 4 -m worker_agent.training calibrate`; another machine differs by a factor, not in kind."""
+CPU_COST = CostModel(theta=2.5e-8, tau=8e-5, overhead=2.5e-2)
+"""Four workers of the default model on two server cores: the middle of five fits, which other work on the machine
+spread by a factor of two to either side. Measure your own by
+`torchrun --nproc-per-node 4 -m worker_agent.training --calibrate`, and pass it as --theta, --tau and --overhead."""
 
 
 @dataclass(frozen=True)

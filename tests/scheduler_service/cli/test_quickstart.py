@@ -93,7 +93,7 @@ def test_a_run_trains_by_the_services_plans_and_says_what_they_did(tmp_path: Pat
     text = shown(tmp_path)
     rows = [line.split() for line in text.splitlines() if re.match(r" +\d+ ", line)]
     assert [row[0] for row in rows] == list("01234")
-    assert all("service" in row and row[-1].endswith("×") for row in rows)
+    assert all("service" in row for row in rows)
     for fact in ("waited for plans", "Ulysses", "fallbacks", "predicted gain", summary["dashboard"]):
         assert fact in text
 

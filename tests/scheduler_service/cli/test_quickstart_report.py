@@ -10,7 +10,8 @@ from scheduler_service.cli.quickstart_report import UNKNOWN, IterationLine, Summ
 def record(iteration: int, **changes: Any) -> dict[str, Any]:
     return {
         "iteration": iteration, "loss": 8.0 - iteration, "longest_tokens": 15_000, "microbatches": 3, "target": 2.25e8,
-        "cap": 4, "degrees": {"1": 30, "4": 2}, "origin": "service", "wait_s": 1.0 if iteration == 0 else 0.1,
+        "cap": 4, "policy": "hydra", "degrees": {"1": 30, "4": 2}, "origin": "service",
+        "wait_s": 1.0 if iteration == 0 else 0.1,
         "iteration_s": 2.0, "bytes_sent": {"ulysses": 10, "ring": 20, "ep": 30, "reroute": 40}, **changes,
     }  # fmt: skip
 
@@ -28,6 +29,13 @@ def test_a_gain_is_the_baselines_time_over_the_plans():
     line.add_predictions(2.0, {"static_cp": 3.0, "megatron": 1.0})
     assert line.is_complete
     assert line.gain("megatron") == 0.5, "a plan that is predicted to be slower is shown as such"
+
+
+def test_the_policy_in_force_gains_nothing_over_itself():
+    line = IterationLine(record(0, policy="static_cp", target=0.0, cap=0))
+    line.add_predictions(2.0, {"megatron": 3.0})
+    assert line.row().split()[-2:] == ["1.00×", "1.50×"]
+    assert line.is_complete
 
 
 def test_rows_line_up_under_their_heading():
