@@ -57,6 +57,8 @@ def judge(now: float, last_seen_at: float, iterations: Sequence[IterationRecord]
             f"falling back: {len(fell_back)} of the last {len(executed)} iterations ran on plans that the ranks made "
             f"themselves, last iteration {latest.iteration}: {latest.fallback_reason}",
         )
+    if 1 < len(executed) < LOOK_BACK:
+        executed = executed[:-1]  # the first one has no earlier iteration to be planned behind
     waited = [one for one in executed if (one.plan_wait_s or 0) > NOTICEABLE_SHARE * (one.measured_s or 0)]
     if waited:
         worst = max(waited, key=lambda one: one.plan_wait_s or 0)

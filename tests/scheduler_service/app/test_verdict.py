@@ -25,6 +25,8 @@ def record(iteration, state=IterationState.EXECUTED, **more):  # type: ignore[no
         ([record(1, IterationState.READY), record(0)], Condition.AHEAD, "iteration 1 is planned, 0 has run"),
         ([record(1, plan_wait_s=0.5), record(0)], Condition.BEHIND, "longest 0.500 s of 2.000 s in iteration 1"),
         ([record(1, plan_wait_s=0.001), record(0)], Condition.AHEAD, "no rank waited"),
+        # A job's first plan has no earlier iteration to be made behind.
+        ([record(1), record(0, plan_wait_s=0.5)], Condition.AHEAD, "no rank waited for any of the last 1"),
         (
             [record(1), record(0, origin="local", fallback_reason="service gone")],
             Condition.FALLING_BACK,
