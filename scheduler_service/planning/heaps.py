@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_service.planning.compiled import compiled
+from scheduler_service.compiled import compiled
 
 LongColumn = npt.NDArray[np.int64]
 

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_service.compiled import compiled
 from scheduler_service.domain import Batch, Pool
-from scheduler_service.planning.compiled import compiled
 from scheduler_service.planning.degrees import DegreeClasses, degree_classes
 from scheduler_service.planning.heaps import Heaps, new_heaps, pop, push, replace_top, top_item, top_key
 from scheduler_service.planning.load_target import LoadTarget

@@ -3,6 +3,7 @@
 from scheduler_service.simulation.iteration import Forecast, forecast
 from scheduler_service.simulation.loads import GroupLoads, RankLoads, group_loads, rank_loads
 from scheduler_service.simulation.pipeline import Operations, PipelineReplay, Schedule, replay_pipeline, schedule_of
+from scheduler_service.simulation.spans import pipeline_spans
 
 __all__ = [
     "Forecast",
@@ -16,4 +17,5 @@ __all__ = [
     "Schedule",
     "replay_pipeline",
     "schedule_of",
+    "pipeline_spans",
 ]

@@ -8,6 +8,7 @@ optimizer and point-to-point latency are not in this model.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from scheduler_service.domain import Batch, Plan
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from scheduler_service.simulation.loads import GroupLoads, group_loads
 from scheduler_service.simulation.pipeline import PipelineReplay, replay_pipeline
+from scheduler_service.simulation.spans import pipeline_spans
 
 Seconds = npt.NDArray[np.float64]
 
@@ -34,10 +36,19 @@ class Forecast:
     """Forward seconds of each microbatch on each stage, (pipelines, microbatches)."""
     backward_s: Seconds = field(repr=False)
     """Backward seconds, likewise."""
-    replay: PipelineReplay = field(repr=False)
-    """The whole schedule; replica e of it is EP group e."""
+    stages: int
+
+    @cached_property
+    def replay(self) -> PipelineReplay:
+        """The whole schedule; replica e of it is EP group e. Made when asked for: 16·p·M bytes a pipeline."""
+        pipelines, microbatches = self.forward_s.shape
+        shape = (pipelines, self.stages, microbatches)
+        return replay_pipeline(
+            np.broadcast_to(self.forward_s[:, None, :], shape), np.broadcast_to(self.backward_s[:, None, :], shape)
+        )
 
 
+@lru_cache(maxsize=1)
 def forecast(plan: Plan, batch: Batch) -> Forecast:
     """Predict `plan` by the pool and the cost model in its header.
 
@@ -46,7 +57,8 @@ def forecast(plan: Plan, batch: Batch) -> Forecast:
     on padded tokens, attention on real ones. A CP group that reaches into several EP groups makes them share their
     maxima, and so on through all groups that hang together. A rank without a sequence still pays the overhead.
 
-    Cost: O(N log N + M·G/E·p), memory O(N + M·G/E·p).
+    Cost: O(N log N + M·G/E·p), memory O(N + M·G/E). The last answer is kept: who plans, who describes the plan and
+    who shows it ask one after the other.
     """
     pool, cost, microbatches = plan.header.pool, plan.header.cost, plan.header.microbatches
     groups = group_loads(plan, batch)
@@ -55,15 +67,17 @@ def forecast(plan: Plan, batch: Batch) -> Forecast:
     forward = attention + linear + cost.overhead
     backward = BACKWARD_ATTENTION * attention + BACKWARD_LINEAR * linear + cost.overhead
 
-    shape = (len(forward), pool.stages, microbatches)
-    replay = replay_pipeline(np.broadcast_to(forward[:, None, :], shape), np.broadcast_to(backward[:, None, :], shape))
+    spans = pipeline_spans(forward, backward, pool.stages)
+    busy = forward.sum(axis=1) + backward.sum(axis=1)
+    slowest = float(spans.max())
     return Forecast(
-        iteration_s=replay.total_s,
-        pp_bubble=float(replay.pp_bubble.mean()),
-        dp_bubble=float(replay.dp_bubble.mean()),
+        iteration_s=slowest,
+        # Every stage is as busy as the others, so the share of one is the share of all.
+        pp_bubble=float(np.divide(spans - busy, spans, out=np.zeros_like(spans), where=spans > 0).mean()),
+        dp_bubble=float(((slowest - spans) / slowest).mean()) if slowest > 0 else 0.0,
         forward_s=forward,
         backward_s=backward,
-        replay=replay,
+        stages=pool.stages,
     )
 
 

@@ -50,22 +50,29 @@ def group_loads(plan: Plan, batch: Batch) -> GroupLoads:
             Reason.INVALID_ARGUMENT, f"the plan places {len(plan)} sequences, the batch has {len(batch)}"
         )
     pool = plan.header.pool
-    key = plan.microbatch.astype(np.int64) * pool.ranks + plan.start
-    order = np.argsort(key, kind="stable")
-    first = np.flatnonzero(np.diff(key[order], prepend=-1))
-    group = order[first]
+    order = plan.group_order
+    microbatch, start = plan.microbatch[order], plan.start[order]
+    begins = np.ones(len(plan), bool)
+    begins[1:] = (microbatch[1:] != microbatch[:-1]) | (start[1:] != start[:-1])
+    first = np.flatnonzero(begins)
+    degree = plan.degree[order[first]]
 
-    degrees, which = np.unique(plan.degree, return_inverse=True)
-    chunks = np.array([pool.chunks(int(degree)) for degree in degrees], np.int64)[which]
-    multiple = np.array([pool.stream_multiple(int(degree)) for degree in degrees], np.int64)[which[group]]
-    padded = np.add.reduceat((-(-batch.lengths // chunks) * chunks)[order], first)
-    squares = np.square(batch.lengths[order], dtype=np.float64)
-    degree = plan.degree[group]
+    occurring = np.flatnonzero(np.bincount(degree))
+    chunks, multiple = np.ones((2, int(degree.max()) + 1), np.int64)
+    chunks[occurring] = [pool.chunks(int(d)) for d in occurring]
+    multiple[occurring] = [pool.stream_multiple(int(d)) for d in occurring]
+    lengths = batch.lengths[order]
+    squares = np.add.reduceat(np.square(lengths, dtype=np.float64), first)
+    if chunks.max() > 1:
+        each = chunks[plan.degree[order]]
+        lengths = -(-lengths // each) * each
+    padded = np.add.reduceat(lengths, first)
+    multiple = multiple[degree]
     return GroupLoads(
-        microbatch=plan.microbatch[group],
-        start=plan.start[group],
+        microbatch=microbatch[first],
+        start=start[first],
         degree=degree,
-        load=np.add.reduceat(squares, first) / degree,
+        load=squares / degree,
         tokens=-(-padded // multiple) * multiple // degree,
     )
 
