@@ -132,6 +132,3 @@ def test_notes_tell_where_agents_and_people_connect(helm: Helm):
     sidecar = notes("--set", "mode=sidecar,trainer.nodes=3")
     assert "6 ranks in 3 pods" in sidecar
     assert "demo-hydra-cp-train-leader-0-0.demo-hydra-cp-train:7421" in sidecar
-    assert "WARNING" in sidecar
-    assert "WARNING" not in notes("--set", "mode=sidecar,trainer.output.existingClaim=runs")
-    assert "WARNING" not in notes("--set", "mode=sidecar,trainer.nodes=1")

@@ -114,7 +114,7 @@ def wait_for_probe(address: str, probe: Manifest, process: subprocess.Popen[byte
 @pytest.mark.slow
 @pytest.mark.timeout(STARTED_S + TRAINED_S + STOPPED_S)
 def test_rendered_sidecar_job_trains_by_the_plans_of_its_own_scheduler(helm: Helm, tmp_path: Path):
-    trainer = {"nodes": 2, "processesPerNode": 1, "output": {"existingClaim": "runs"}}
+    trainer = {"nodes": 2, "processesPerNode": 1}  # each pod with a folder of its own
     arguments = shlex.split("--iterations 3 --batch 8 --budget 8192")
     manifests = helm.render({"mode": "sidecar", "trainer": {**trainer, "args": arguments}})
     name = of_kind(manifests, "JobSet")[0]["metadata"]["name"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from scheduler_service.domain import CostModel, HydraCpError
+from scheduler_service.domain import CostModel, HydraCpError, InvalidInputError, Reason
 from worker_agent.client import AgentConfig, PlanAgent
 from worker_agent.training.calibration import calibrate
 from worker_agent.training.config import ModelConfig, RunConfig
@@ -115,14 +115,27 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _documents(options: argparse.Namespace) -> Documents:
-    """The prepared documents; rank 0 makes them if they are missing, the others wait for it."""
+    """The prepared documents; the first rank of each node makes them if they are missing, the others wait for it.
+
+    Raises `InvalidInputError` on every rank where the nodes do not have the same ones.
+    """
     path = options.documents or options.output / "documents.npz"
-    if dist.get_rank() == 0:
+    if int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0:
         options.output.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             prepare_documents(path)
     dist.barrier()
-    return Documents.load(path)
+    documents = Documents.load(path)
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, documents.digest)
+    if len(set(digests)) > 1:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT,
+            f"ranks {others[:8]} have other documents than rank 0: give all nodes the same {path}, "
+            "or the same Python installation to make it from",
+        )
+    return documents
 
 
 def _calibrate(options: argparse.Namespace) -> None:

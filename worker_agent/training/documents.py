@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -66,6 +67,13 @@ class Documents:
         """Tokens of each document."""
         return np.diff(self.offsets)
 
+    @property
+    def digest(self) -> str:
+        """BLAKE2b-128 of the tokens and where each document ends, in hexadecimal."""
+        state = hashlib.blake2b(self.offsets.tobytes(), digest_size=16)
+        state.update(self.tokens.tobytes())
+        return state.hexdigest()
+
     @classmethod
     def load(cls, path: Path) -> Documents:
         """Read what `prepare_documents` wrote."""
@@ -75,7 +83,9 @@ class Documents:
     def save(self, path: Path) -> None:
         """Write so that a reader sees the old file or the new one, never a part."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial = path.with_name(
+            f".{path.name}.{secrets.token_hex(8)}"
+        )  # nodes that share the folder may write at once
         with partial.open("wb") as file:
             np.savez(
                 file,
