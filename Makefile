@@ -58,9 +58,10 @@ bench: setup ## Measure planning speed; JSON in build/bench/
 ##@ Build
 
 .PHONY: ui
-ui: setup ## Build the dashboard and refresh its copy of the REST schema
+ui: ## Refresh the dashboard's copy of the REST schema and build it
+	test -e $(VENV)/.ready || $(MAKE) setup
 	$(BIN)/python -m scheduler_service.api.openapi > scheduler_service/dashboard/ui/openapi.json
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps -e .
+	$(MAKE) setup
 
 .PHONY: image
 image: ## Build the two container images (needs a Docker engine)

@@ -25,7 +25,6 @@ from scheduler_service.api.schemas import (
     LoadMap,
     PlanPage,
     ServiceStatistics,
-    StreamName,
     Timeline,
 )
 from scheduler_service.app import Stream
@@ -45,7 +44,7 @@ def _scheduler(request: Request) -> Scheduler:
 Service = Annotated[Scheduler, Depends(_scheduler)]
 JobName = Annotated[str, Path(max_length=128)]
 Iteration = Annotated[int, Path(ge=0, le=MAX_NUMBER)]
-OfStream = Annotated[StreamName, Query(description="Which count of iterations is meant")]
+OfStream = Annotated[Stream, Query(description="Which count of iterations is meant")]
 Limit = Annotated[int, Query(ge=1, le=500)]
 Before = Annotated[int | None, Query(ge=0, le=MAX_NUMBER, description="Only what lies before this number")]
 
@@ -70,10 +69,10 @@ async def get_job(service: Service, job: JobName) -> Job:
 
 @router.get("/jobs/{job}/iterations")
 async def list_iterations(
-    service: Service, job: JobName, stream: OfStream = StreamName.TRAIN, limit: Limit = 50, before: Before = None
+    service: Service, job: JobName, stream: OfStream = Stream.TRAIN, limit: Limit = 50, before: Before = None
 ) -> IterationPage:
     """Iterations of one stream, newest first."""
-    records = await service.iterations(job, Stream(stream), limit + 1, before)
+    records = await service.iterations(job, stream, limit + 1, before)
     more = len(records) > limit
     shown = [views.summary(record) for record in records[:limit]]
     return IterationPage(iterations=shown, next_before=shown[-1].iteration if more else None)
@@ -81,18 +80,16 @@ async def list_iterations(
 
 @router.get("/jobs/{job}/iterations/{iteration}")
 async def get_iteration(
-    service: Service, job: JobName, iteration: Iteration, stream: OfStream = StreamName.TRAIN
+    service: Service, job: JobName, iteration: Iteration, stream: OfStream = Stream.TRAIN
 ) -> IterationSummary:
     """One iteration in figures."""
-    return views.summary(await service.iteration(job, Stream(stream), iteration))
+    return views.summary(await service.iteration(job, stream, iteration))
 
 
 @router.get("/jobs/{job}/iterations/{iteration}/load", response_model=LoadMap)
-async def get_load(
-    service: Service, job: JobName, iteration: Iteration, stream: OfStream = StreamName.TRAIN
-) -> Response:
+async def get_load(service: Service, job: JobName, iteration: Iteration, stream: OfStream = Stream.TRAIN) -> Response:
     """Attention load, tokens and groups of every rank in every microbatch."""
-    return await _in_thread(views.load_map, await service.planned(job, Stream(stream), iteration))
+    return await _in_thread(views.load_map, await service.planned(job, stream, iteration))
 
 
 @router.get("/jobs/{job}/iterations/{iteration}/timeline", response_model=Timeline)
@@ -100,11 +97,11 @@ async def get_timeline(
     service: Service,
     job: JobName,
     iteration: Iteration,
-    stream: OfStream = StreamName.TRAIN,
+    stream: OfStream = Stream.TRAIN,
     pipeline: Annotated[int | None, Query(ge=0, description="EP group; the slowest if not given")] = None,
 ) -> Response:
     """The predicted 1F1B schedule of one pipeline."""
-    return await _in_thread(views.timeline, await service.planned(job, Stream(stream), iteration), pipeline)
+    return await _in_thread(views.timeline, await service.planned(job, stream, iteration), pipeline)
 
 
 @router.get("/jobs/{job}/iterations/{iteration}/plan", response_model=PlanPage)
@@ -112,7 +109,7 @@ async def get_plan(
     service: Service,
     job: JobName,
     iteration: Iteration,
-    stream: OfStream = StreamName.TRAIN,
+    stream: OfStream = Stream.TRAIN,
     offset: Annotated[int, Query(ge=0, le=MAX_NUMBER)] = 0,
     limit: Limit = 50,
     sort: Annotated[views.Order, Query(description="`length`: longest first")] = views.Order.LENGTH,
@@ -120,7 +117,7 @@ async def get_plan(
     rank: Annotated[int | None, Query(ge=0, description="Only sequences that run on this pool rank")] = None,
 ) -> Response:
     """Sequences of the plan, and why each is where it is."""
-    planned = await service.planned(job, Stream(stream), iteration)
+    planned = await service.planned(job, stream, iteration)
     selection = views.Selection(offset=offset, limit=limit, order=sort, microbatch=microbatch, rank=rank)
     return await _in_thread(views.plan_page, iteration, planned, selection)
 

@@ -5,10 +5,11 @@ Units are in the names: `_s` seconds, `_tokens` tokens; `load` is attention load
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
+
+from scheduler_service.app import IterationState, Stream
 
 
 class ErrorBody(BaseModel):
@@ -23,24 +24,6 @@ class ErrorEnvelope(BaseModel):
     """Every answer that is no success."""
 
     error: ErrorBody
-
-
-class StreamName(StrEnum):
-    """What an iteration's batch is used for."""
-
-    TRAIN = "train"
-    VALID = "valid"
-    FORWARD_ONLY = "forward_only"
-
-
-class IterationStateName(StrEnum):
-    """Where an iteration is in its life."""
-
-    COLLECTING = "collecting"
-    PLANNING = "planning"
-    READY = "ready"
-    EXECUTED = "executed"
-    FAILED = "failed"
 
 
 class PoolModel(BaseModel):
@@ -87,8 +70,8 @@ class IterationSummary(BaseModel):
     """One line of the iteration table and one point of each chart of the overview."""
 
     iteration: int
-    stream: StreamName
-    state: IterationStateName
+    stream: Stream
+    state: IterationState
     failure: ErrorBody | None = None
     digest: str | None = None
     policy: str
@@ -210,7 +193,7 @@ class Event(BaseModel):
     kind: str = Field(description="job_registered, plan_ready, plan_failed, iteration_executed, fallback, …")
     job: str | None = None
     iteration: int | None = None
-    stream: StreamName | None = None
+    stream: Stream | None = None
     message: str
 
 

@@ -13,9 +13,9 @@ export type PlanPage = Schemas["PlanPage"];
 export type ServiceStatistics = Schemas["ServiceStatistics"];
 export type ServiceEvent = Schemas["Event"];
 export type EventPage = Schemas["EventPage"];
-export type StreamName = Schemas["StreamName"];
+export type Stream = Schemas["Stream"];
 
-export const STREAMS: readonly StreamName[] = ["train", "valid", "forward_only"];
+export const STREAMS: readonly Stream[] = ["train", "valid", "forward_only"];
 
 type Parameter = string | number | null | undefined;
 

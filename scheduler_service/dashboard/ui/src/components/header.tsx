@@ -1,7 +1,7 @@
 /** The bar at the top: pages, job, stream, whether the page is live, and the theme. */
 
 import { useState } from "preact/hooks";
-import { type Job, STREAMS, type StreamName } from "../api";
+import { type Job, STREAMS, type Stream } from "../api";
 import type { LiveStatus } from "../live";
 import { go, href, type Route } from "../router";
 import type { ThemeChoice } from "../theme";
@@ -10,7 +10,7 @@ interface HeaderProps {
   route: Route;
   jobs: readonly Job[];
   job: Job | null;
-  stream: StreamName;
+  stream: Stream;
   live: LiveStatus;
   theme: ThemeChoice;
   onTheme: (choice: ThemeChoice) => void;

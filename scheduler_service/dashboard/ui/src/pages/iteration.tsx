@@ -12,7 +12,7 @@ import {
   type LoadMap,
   type PlacedSequence,
   type PlanPage,
-  type StreamName,
+  type Stream,
   type Timeline,
 } from "../api";
 import { useView } from "../components/context";
@@ -33,7 +33,7 @@ const PAGE_ROWS = 25;
 const EXPORT_ROWS = 500;
 
 /** `…/iterations/latest`: goes on to the newest iteration that has a plan. */
-export function LatestIteration({ job, stream }: { job: Job; stream: StreamName }) {
+export function LatestIteration({ job, stream }: { job: Job; stream: Stream }) {
   const { route, live } = useView();
   const list = useResource<IterationList>(endpoint(jobPath(job.job, "/iterations"), { stream, limit: 20 }), live.version);
   const newest = list.data?.iterations.find((it) => it.digest);
@@ -54,7 +54,7 @@ export function LatestIteration({ job, stream }: { job: Job; stream: StreamName 
   );
 }
 
-export function Iteration({ job, stream, iteration }: { job: Job; stream: StreamName; iteration: number }) {
+export function Iteration({ job, stream, iteration }: { job: Job; stream: Stream; iteration: number }) {
   const { route, live } = useView();
   const base = jobPath(job.job, `/iterations/${iteration}`);
   const summary = useResource<IterationSummary>(endpoint(base, { stream }), live.version);
@@ -553,7 +553,7 @@ interface SequencePanelProps {
   job: Job;
   it: IterationSummary;
   base: string;
-  stream: StreamName;
+  stream: Stream;
   chosen: number | null;
   detail: Resource<PlanPage>;
   set: (change: OptionChange) => void;

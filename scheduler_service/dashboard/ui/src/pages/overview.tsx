@@ -9,7 +9,7 @@ import {
   type IterationSummary,
   type Job,
   jobPath,
-  type StreamName,
+  type Stream,
 } from "../api";
 import { useView } from "../components/context";
 import { type Series, SeriesPanel } from "../components/chart";
@@ -39,7 +39,7 @@ import { CopyLink } from "../components/header";
 const WINDOWS = ["50", "100", "200"] as const;
 const TABLE_ROWS = 20;
 
-export function Overview({ job, stream }: { job: Job; stream: StreamName }) {
+export function Overview({ job, stream }: { job: Job; stream: Stream }) {
   const { route, live } = useView();
   const limit = numberOption(route, "n") ?? 50;
   const page = useResource<IterationPage>(
@@ -341,7 +341,7 @@ function iterationRoute(route: Route, iteration: number, stream = route.options.
   return { page: "iteration", job: route.job, iteration, options: new Map(stream === "train" ? [] : [["stream", stream]]) };
 }
 
-function IterationTable({ job, stream, newest }: { job: string; stream: StreamName; newest: IterationPage }) {
+function IterationTable({ job, stream, newest }: { job: string; stream: Stream; newest: IterationPage }) {
   const { route } = useView();
   const before = numberOption(route, "before");
   const older = useResource<IterationPage>(
