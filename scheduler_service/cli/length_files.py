@@ -46,7 +46,8 @@ def read_batch(source: str, field: str | None = None) -> Batch:
     Raises `InvalidInputError` for a file that cannot be read or parsed, and for a length that is none.
     """
     if source == "-":
-        name, lengths = "standard input", _text(sys.stdin.read(), "standard input")
+        name = "standard input"
+        lengths = _text(_standard_input(), name)
     else:
         name, lengths = source, _read(Path(source), field)
     try:
@@ -59,7 +60,7 @@ def read_batch(source: str, field: str | None = None) -> Batch:
 
 def _read(path: Path, field: str | None) -> _Lengths:
     readers: dict[str, Callable[[Path, str | None], _Lengths]] = {
-        ".txt": lambda path, _: _text(path.read_text(), str(path)),
+        ".txt": lambda path, _: _text(_read_text(path), str(path)),
         ".npy": lambda path, _: _npy(path),
         ".json": lambda path, _: _json(path),
         ".jsonl": _jsonl,
@@ -74,6 +75,20 @@ def _read(path: Path, field: str | None) -> _Lengths:
         raise _invalid(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise _invalid(f"{path}: is no text file: {error}") from error
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise _invalid("standard input is closed; pipe the lengths in, or name a file")
+    try:
+        return sys.stdin.read().removeprefix("\ufeff")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _invalid(f"standard input: is no text: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    """UTF-8 whatever the locale, with or without the mark that some editors put before it."""
+    return path.read_text(encoding="utf-8-sig")
 
 
 def _text(text: str, name: str) -> _Lengths:
@@ -100,10 +115,13 @@ def _npy(path: Path) -> _Lengths:
 
 
 def _json(path: Path) -> _Lengths:
+    text = _read_text(path)
     try:
-        values = json.loads(path.read_text())
+        values = _parsed(text)
     except json.JSONDecodeError as error:
         raise _invalid(f"line {error.lineno} of {path}: {error.msg}") from error
+    except ValueError as error:
+        raise _invalid(f"{path}: {error}") from error
     if not isinstance(values, list):
         raise _invalid(f"{path}: holds {_kind(values)}, not a list of lengths")
     return _Lengths(np.array(values, dtype=object))
@@ -112,18 +130,31 @@ def _json(path: Path) -> _Lengths:
 def _jsonl(path: Path, field: str | None) -> _Lengths:
     wanted = _required(field, path)
     values, lines = [], []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    # Not `splitlines`: JSON texts may hold other separators of lines, such as U+2028.
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _parsed(line)
         except json.JSONDecodeError as error:
             raise _invalid(f"line {number} of {path}: {error.msg}") from error
+        except ValueError as error:
+            raise _invalid(f"line {number} of {path}: {error}") from error
         if not isinstance(row, dict) or wanted not in row:
             raise _invalid(f"line {number} of {path}: holds no field {wanted!r}")
         values.append(row[wanted])
         lines.append(number)
     return _Lengths(np.array(values, dtype=object), lines)
+
+
+def _parsed(text: str) -> Any:
+    """The value that a JSON text holds. Raises `ValueError`, also for what Python's parser gives up on."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise ValueError("is nested too deeply, or holds a number of thousands of digits") from error
 
 
 def _parquet(path: Path, field: str | None) -> _Lengths:

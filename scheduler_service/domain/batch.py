@@ -85,13 +85,17 @@ def validated_lengths(lengths: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[
             Reason.INVALID_LENGTH,
             f"the batch holds {given.size:,} sequences; the limit is {MAX_SEQUENCES:,}: plan it as several iterations",
         )
+    shown = given
     if given.dtype.kind not in "iuf" or (isinstance(lengths, list | tuple) and bool in set(map(type, lengths))):
-        given = _numbers(np.asarray(lengths, dtype=object))  # numpy would have made one text or number of a mixture
+        shown = np.asarray(lengths, dtype=object)  # numpy would have made one text or number of a mixture
+        given = _numbers(shown)
+    if given.dtype == np.float16:
+        given = given.astype(np.float64)  # the limits are no numbers of so narrow a type
     with np.errstate(invalid="ignore"):
         wrong = ~((given >= 1) & (given <= MAX_LENGTH) & (given == np.floor(given)))
     if wrong.any():
         sequence = int(wrong.argmax())
-        raise InvalidInputError(Reason.INVALID_LENGTH, _complaint(sequence, given[sequence]), sequence=sequence)
+        raise InvalidInputError(Reason.INVALID_LENGTH, _complaint(sequence, shown[sequence]), sequence=sequence)
     column = given.astype(np.int64)
     column.flags.writeable = False
     return column
@@ -108,8 +112,16 @@ def _numbers(given: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def _complaint(sequence: int, value: object) -> str:
-    shown = value.item() if isinstance(value, np.generic) else value
     return (
-        f"sequence {sequence} has length {shown!r}; a length is a whole number of tokens from 1 to {MAX_LENGTH:,}: "
-        "drop the sequence or mend its length"
+        f"sequence {sequence} has length {_shown(value)}; a length is a whole number of tokens from 1 to "
+        f"{MAX_LENGTH:,}: drop the sequence or mend its length"
     )
+
+
+def _shown(value: object) -> str:
+    """A value as a message can bear it: Python refuses to print the longest numbers."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, int) and plain.bit_length() > 128:
+        return "of more than 128 bits"
+    text = repr(plain)
+    return text if len(text) <= 80 else f"{text[:80]}…"

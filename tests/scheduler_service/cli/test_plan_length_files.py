@@ -1,3 +1,4 @@
+import io
 import json
 import struct
 from pathlib import Path
@@ -59,6 +60,12 @@ def test_reads_every_format_in_its_order(tmp_path: Path, suffix: str) -> None:
         ("a.txt", "5\nnan\n", "line 2 of {path}: 'nan' is no integer"),
         ("a.txt", "5\n\n0\n", "line 3 of {path}: sequence 1 has length 0"),
         ("a.txt", "5\n" + "9" * 30, "line 2 of {path}: sequence 1 has length"),
+        ("a.txt", "5\n" + "9" * 5000, "line 2 of {path}: '999"),
+        ("a.json", "[1, 1e400]", "{path}: sequence 1 has length inf"),
+        ("a.json", f"[1, {10**20}]", f"{{path}}: sequence 1 has length {10**20}"),
+        ("a.json", f"[{'9' * 5000}]", "{path}: is nested too deeply, or holds a number of thousands of digits"),
+        ("a.json", "[" * 100_000, "{path}: is nested too deeply"),
+        ("a.jsonl", '{"tokens": 1}\n' + "[" * 100_000, "line 2 of {path}: is nested too deeply"),
         ("a.txt", "", "{path}: the batch holds no sequence"),
         ("a.json", "[1,\n2,\n,]", "line 3 of {path}:"),
         ("a.json", '{"lengths": [1]}', "{path}: holds an object, not a list"),
@@ -83,6 +90,28 @@ def test_names_file_and_line_of_what_is_wrong(tmp_path: Path, name: str, content
     with pytest.raises(InvalidInputError) as caught:
         read_batch(str(path), field="tokens")
     assert str(caught.value).startswith(message.format(path=path))
+
+
+def test_separators_of_lines_inside_json_texts_end_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "a\u2028b\u0085c", "tokens": {length}}}\r\n' for length in LENGTHS))
+    assert read_batch(str(path), field="tokens").lengths.tolist() == LENGTHS
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".json", ".jsonl"])
+def test_a_byte_order_mark_is_no_content(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"a{suffix}")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_batch(str(path), field="tokens").lengths.tolist() == LENGTHS
+
+
+@pytest.mark.parametrize("stdin", [None, io.TextIOWrapper(io.BytesIO(b"5\n\xff\n"), "utf-8")])
+def test_standard_input_that_is_closed_or_no_text_is_named(
+    monkeypatch: pytest.MonkeyPatch, stdin: io.TextIOWrapper | None
+) -> None:
+    monkeypatch.setattr("sys.stdin", stdin)
+    with pytest.raises(InvalidInputError, match="standard input"):
+        read_batch("-")
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,7 +25,14 @@ def test_a_sum_of_squares_past_64_bits_is_exact_and_rounded_once() -> None:
 
 @pytest.mark.parametrize(
     "lengths",
-    [[1, 2, 3], (1, 2, 3), [1.0, 2.0, 3.0], np.array([1, 2, 3], np.int32), np.array([1, 2, 3], np.uint8)],
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        [1.0, 2.0, 3.0],
+        np.array([1, 2, 3], np.int32),
+        np.array([1, 2, 3], np.uint8),
+        np.array([1, 2, 3], np.float16),
+    ],
 )
 def test_whole_numbers_of_any_type_are_the_same_batch(lengths: object) -> None:
     assert Batch(lengths) == Batch([1, 2, 3])  # type: ignore[arg-type]
@@ -39,7 +48,10 @@ def test_whole_numbers_of_any_type_are_the_same_batch(lengths: object) -> None:
         ([4, 1.5], "1.5"),
         ([4, float("nan")], "nan"),
         ([4, float("inf")], "inf"),
-        ([4, 10**40], ""),
+        ([4, 10**20], str(10**20)),
+        ([4, 10**40], "of more than 128 bits"),
+        ([4, 10**5000], "of more than 128 bits"),
+        (np.array([4, math.inf], np.float16), "inf"),
         ([4, None], "None"),
         ([4, True], "True"),
         ([4, "5"], "'5'"),
