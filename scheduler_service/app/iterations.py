@@ -33,6 +33,9 @@ from scheduler_service.domain.batch import validated_lengths
 
 Lengths = npt.NDArray[np.int64]
 
+MAX_REASON_CHARACTERS = 1000
+"""Longest reason of a fallback that is kept: it goes to every reader of events and of iterations."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -45,7 +48,12 @@ class Timing:
     plan_wait_s: float
     origin: str | None = None
     fallback_reason: str | None = None
+    """Cut to `MAX_REASON_CHARACTERS`."""
     loss: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.fallback_reason and len(self.fallback_reason) > MAX_REASON_CHARACTERS:
+            object.__setattr__(self, "fallback_reason", f"{self.fallback_reason[:MAX_REASON_CHARACTERS]}…")
 
 
 class Iteration:

@@ -11,6 +11,7 @@ from scheduler_service.app.verdict import Verdict
 from scheduler_service.domain import HydraCpError, InvalidInputError, Reason
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_ATTEMPT = re.compile(r"[0-9]{1,10}")
 
 
 class Job:
@@ -93,7 +94,7 @@ class JobRegistry:
             raise HydraCpError(Reason.UNKNOWN_JOB, f"job {name!r} is not registered here; call RegisterJob first")
         if epoch != job.epoch:
             attempt, _, run_id = epoch.partition(".")
-            if run_id == self._run_id and attempt.isdigit() and int(attempt) < job.attempt:
+            if run_id == self._run_id and _ATTEMPT.fullmatch(attempt) and int(attempt) < job.attempt:
                 raise _fenced(job, int(attempt))
             raise HydraCpError(
                 Reason.STALE_EPOCH,
@@ -133,6 +134,12 @@ def _validate(name: str, attempt: int, config: JobConfig) -> None:
             Reason.INVALID_ARGUMENT,
             f"job {name!r}: loader_shards is {config.loader_shards}; shard j is loaded by pool rank j, so give 1 to "
             f"{config.pool.ranks}",
+        )
+    if config.cap is not None and config.cap not in config.pool.degrees:
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT,
+            f"job {name!r}: cap {config.cap} is no degree of its pool; choose one of "
+            f"{', '.join(map(str, config.pool.degrees))}",
         )
 
 

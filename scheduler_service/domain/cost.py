@@ -16,6 +16,10 @@ BACKWARD_LINEAR = 2.0
 """Backward over forward time of everything that is linear in tokens: gradients of inputs and of weights."""
 
 
+MAX_SECONDS = 1e6
+"""Most seconds that a constant may be. Keeps every prediction finite, whatever the batch."""
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of one stage in one microbatch, as f(attention load, tokens) of a rank.
@@ -36,9 +40,10 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("theta", "tau", "overhead"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            if not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS:
                 raise InvalidInputError(
-                    Reason.INVALID_COST_MODEL, f"cost model: {name} is {value!r}; give finite seconds, 0 or more"
+                    Reason.INVALID_COST_MODEL,
+                    f"cost model: {name} is {value!r}; give seconds from 0 to {MAX_SECONDS:,.0f}",
                 )
 
     @property

@@ -18,6 +18,10 @@ from scheduler_service.domain import HydraCpError, InfeasibleError, InvalidInput
 DOMAIN = "hydracp"
 """Domain of every google.rpc.ErrorInfo."""
 
+MAX_MESSAGE_BYTES = 1500
+"""Longest message of a status, in UTF-8. It travels twice, in headers, where a byte may take three; clients drop
+answers whose headers pass 8 KiB."""
+
 RETRY_AFTER_S = 1
 """When an agent that was sent away should try again."""
 
@@ -55,7 +59,7 @@ def status_of(error: HydraCpError) -> status_pb2.Status:
     details = [_packed(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
     if error.reason is Reason.SHUTTING_DOWN:
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=RETRY_AFTER_S))))
-    return status_pb2.Status(code=code_of(error).value[0], message=str(error), details=details)
+    return status_pb2.Status(code=code_of(error).value[0], message=_shortened(str(error)), details=details)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -98,9 +102,7 @@ def _guarded(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Callable[
     return call
 
 
-def _guarded_stream(
-    method: str, behaviour: Callable[..., AsyncIterator[Any]]
-) -> Callable[..., AsyncIterator[Any]]:
+def _guarded_stream(method: str, behaviour: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
             async for answer in behaviour(request, context):
@@ -120,6 +122,14 @@ async def _abort(method: str, error: Exception, context: grpc.aio.ServicerContex
     logger.error("%s failed", method, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: the scheduler's log says more")
     raise asyncio.CancelledError  # abort never returns; this is for the type checker
+
+
+def _shortened(message: str) -> str:
+    """A message may quote what was sent, whatever its length."""
+    encoded = message.encode()
+    if len(encoded) <= MAX_MESSAGE_BYTES:
+        return message
+    return encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
 
 
 def _packed(message: Any) -> any_pb2.Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from hydracp.v1 import planner_pb2
@@ -100,7 +101,7 @@ def _handlers(servicer: PlannerServicer, limit: int) -> dict[str, grpc.RpcMethod
 
 
 def _parser(message: Any, limit: int) -> Callable[[bytes], Any]:
-    """Parses, or says that the limit is passed: a parser that raises would only tell the client INTERNAL."""
+    """Parses, or says what is wrong with the bytes: a parser that raises would tell the client nothing of use."""
 
     def parse(data: bytes) -> Any:
         if len(data) > limit:
@@ -109,7 +110,14 @@ def _parser(message: Any, limit: int) -> Callable[[bytes], Any]:
                 f"the request has {len(data):,} bytes, the scheduler's max_message_bytes allows {limit:,}; "
                 "raise it (HYDRACP_MAX_MESSAGE_BYTES) on both sides, or send less at once",
             )
-        return message.FromString(data)
+        try:
+            return message.FromString(data)
+        except DecodeError:
+            return InvalidInputError(
+                Reason.INVALID_ARGUMENT,
+                f"the request of {len(data):,} bytes is no {message.DESCRIPTOR.full_name}; compare the versions of the "
+                "client's and the scheduler's protos",
+            )
 
     return parse
 

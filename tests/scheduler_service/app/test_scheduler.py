@@ -295,6 +295,12 @@ async def test_a_fallback_is_counted_once_with_its_reason(scheduler, config):
     assert job.verdict.reason.startswith("falling back: 1 of the last 1")
 
 
+async def test_a_reason_of_any_length_is_kept_short(scheduler, config):
+    job = scheduler.register("a", 0, config)
+    scheduler.report("a", job.epoch, [timing(0, 0, origin="local", fallback_reason="x" * 1_000_000)])
+    assert len((await scheduler.iteration("a", TRAIN, 0)).fallback_reason) < 1100
+
+
 async def test_an_iteration_that_ran_locally_can_still_be_planned(scheduler, config):
     """A replay after a restore may need it."""
     job = scheduler.register("a", 0, config)

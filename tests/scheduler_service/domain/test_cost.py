@@ -11,7 +11,7 @@ def test_theta_over_c_counts_forward_and_backward() -> None:
     assert CostModel(theta=0, overhead=0).theta_over_c == 0
 
 
-@pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, "1", None])
+@pytest.mark.parametrize("value", [-1e-9, 1e308, math.nan, math.inf, "1", None])
 @pytest.mark.parametrize("name", ["theta", "tau", "overhead"])
 def test_constants_are_finite_seconds(name: str, value: object) -> None:
     with pytest.raises(InvalidInputError, match=f"cost model: {name} is") as caught:

@@ -82,6 +82,15 @@ def test_plan_batch_honours_policy_cost_and_cap(stub):
             None,
         ),
         ({"lengths": [5], "cost": {"theta": -1.0}}, "INVALID_ARGUMENT", "INVALID_COST_MODEL", ["theta", "-1.0"], None),
+        (
+            {"lengths": [5], "cost": {"theta": 1e308}},
+            "INVALID_ARGUMENT",
+            "INVALID_COST_MODEL",
+            ["theta", "1e+308"],
+            None,
+        ),
+        ({"lengths": [5], "policy": "x" * 100_000}, "INVALID_ARGUMENT", "UNKNOWN_POLICY", ["'xxx", "…"], None),
+        ({"lengths": [5], "policy": "€" * 100_000}, "INVALID_ARGUMENT", "UNKNOWN_POLICY", ["'€€€", "…"], None),
         ({"lengths": [5], "cap": -4}, "INVALID_ARGUMENT", "INVALID_ARGUMENT", ["cap", "-4"], None),
     ],
 )
@@ -168,6 +177,10 @@ def test_conflicts_fences_and_unknown_names_have_their_codes(stub, job):
     assert code_and_reason(stub.SubmitLengths, shard) == ("NOT_FOUND", "UNKNOWN_JOB")
     epoch = register(stub, job)
     assert code_and_reason(stub.SubmitLengths, shard) == ("FAILED_PRECONDITION", "STALE_EPOCH")
+    run = epoch.partition(".")[2]
+    for nonsense in ("²", "9" * 5000, ""):
+        shard.epoch = f"{nonsense}.{run}"
+        assert code_and_reason(stub.SubmitLengths, shard) == ("FAILED_PRECONDITION", "STALE_EPOCH")
     shard.epoch = epoch
     stub.SubmitLengths(shard, timeout=TIMEOUT_S)
     shard.lengths[:] = [6]
@@ -180,6 +193,18 @@ def test_conflicts_fences_and_unknown_names_have_their_codes(stub, job):
     assert code_and_reason(lambda *a, **k: list(stub.StreamPlan(*a, **k)), read) == ("NOT_FOUND", "UNKNOWN_ITERATION")
     late = planner_pb2.ReportTimingsRequest(job=job, epoch=epoch)
     assert code_and_reason(stub.ReportTimings, late) == ("FAILED_PRECONDITION", "ATTEMPT_FENCED")
+
+
+def test_bytes_that_are_no_message_are_refused_by_name(service):
+    with grpc.insecure_channel(service.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/hydracp.v1.PlannerService/PlanBatch")(b"\xff\xff", timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "is no hydracp.v1.PlanBatchRequest" in caught.value.details()
+
+
+def test_a_cap_that_no_plan_can_have_is_refused_at_registration(stub, job):
+    with pytest.raises(grpc.RpcError, match=r"cap 3 is no degree of its pool; choose one of 1, 2, 4"):
+        register(stub, job, cap=3)
 
 
 def test_a_stream_of_a_later_version_is_refused(stub, job):
