@@ -54,6 +54,26 @@ def require_fit(batch: Batch, pool: Pool) -> int:
     )
 
 
+def power_of_two_degrees(batch: Batch, pool: Pool, policy: str) -> npt.NDArray[np.int32]:
+    """Smallest power of two of ranks whose budget holds each sequence, int32: for systems without other groups.
+
+    Raises `InfeasibleError` (SEQUENCE_TOO_LONG) where none does; it names `policy` where the full pool would.
+    """
+    require_fit(batch, pool)
+    powers = [degree for degree in pool.degrees if degree & (degree - 1) == 0]
+    longest = np.maximum.accumulate([pool.capacity(degree) for degree in powers])
+    if batch.longest > longest[-1]:
+        sequence = int(batch.lengths.argmax())
+        raise InfeasibleError(
+            Reason.SEQUENCE_TOO_LONG,
+            f"sequence {sequence} has {batch.longest:,} tokens; the largest power-of-two group of pool {pool.ranks} "
+            f"× budget {pool.token_budget} holds {longest[-1]:,}, and the policy {policy} has no other groups: raise "
+            "the budget, choose a pool that is a power of two, or another policy",
+            sequence=sequence,
+        )
+    return np.array(powers, np.int32)[np.searchsorted(longest, batch.lengths)]
+
+
 def smallest_budget(length: int, pool: Pool) -> int:
     """Smallest token budget with which this pool holds a sequence of `length` tokens."""
     # A whole group's stream is padded to a multiple of degree·t, so the quotient is a whole number of t tokens.

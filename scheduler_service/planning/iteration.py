@@ -8,13 +8,18 @@ from types import MappingProxyType
 
 from scheduler_service.domain import Batch, CostModel, InvalidInputError, Plan, Pool, Reason
 from scheduler_service.planning.certificate import lower_bound_s
-from scheduler_service.planning.policies import hydra, megatron, static_cp
+from scheduler_service.planning.policies import hydra, megatron, megatron_hybrid, static_cp
 from scheduler_service.planning.policy import PlanningConfig, Policy
 from scheduler_service.planning.verify import verify_plan
 from scheduler_service.simulation import forecast
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {"hydra": hydra.plan, "static_cp": static_cp.plan, "megatron": megatron.plan}
+    {
+        "hydra": hydra.plan,
+        "static_cp": static_cp.plan,
+        "megatron": megatron.plan,
+        "megatron_hybrid": megatron_hybrid.plan,
+    }
 )
 """The scheduling systems by name."""
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_service.domain import Batch, InfeasibleError, Plan, Pool, Reason
-from scheduler_service.planning.feasibility import fits, require_fit
+from scheduler_service.domain import Batch, Plan, Pool
+from scheduler_service.planning.feasibility import fits, power_of_two_degrees
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 
 
@@ -39,7 +39,7 @@ def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     would: this system has no such groups. Cost: O(N·M·G) for N sequences, M microbatches, G ranks.
     """
     lengths = batch.lengths.tolist()
-    needs = _needs(batch, pool)
+    needs = power_of_two_degrees(batch, pool, "megatron").tolist()
     waiting = np.argsort(-batch.lengths, kind="stable").tolist()
     columns = np.zeros((3, len(batch)), np.int32)
     current = 0
@@ -58,24 +58,6 @@ def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
 
 def _powers(pool: Pool) -> list[int]:
     return [degree for degree in pool.degrees if degree & (degree - 1) == 0]
-
-
-def _needs(batch: Batch, pool: Pool) -> list[int]:
-    """Smallest power of two whose budget holds each sequence."""
-    require_fit(batch, pool)
-    powers = _powers(pool)
-    # A capacity is a multiple of the chunks, so s̃ ≤ capacity exactly when s ≤ capacity.
-    longest = np.maximum.accumulate([pool.capacity(degree) for degree in powers])
-    if batch.longest > longest[-1]:
-        sequence = int(batch.lengths.argmax())
-        raise InfeasibleError(
-            Reason.SEQUENCE_TOO_LONG,
-            f"sequence {sequence} has {batch.longest:,} tokens; the largest power-of-two group of pool {pool.ranks} "
-            f"× budget {pool.token_budget} holds {longest[-1]:,}, and the policy megatron has no other groups: raise "
-            "the budget, choose a pool that is a power of two, or another policy",
-            sequence=sequence,
-        )
-    return np.array(powers)[np.searchsorted(longest, batch.lengths)].tolist()
 
 
 def _microbatch(waiting: list[int], lengths: list[int], needs: list[int], pool: Pool) -> list[_Group]:

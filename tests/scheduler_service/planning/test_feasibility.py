@@ -9,6 +9,7 @@ from scheduler_service.domain import Batch, InfeasibleError, Pool
 from scheduler_service.planning.feasibility import (
     memory_degree,
     memory_degrees,
+    power_of_two_degrees,
     require_fit,
     smallest_budget,
     smallest_pool,
@@ -57,3 +58,17 @@ def test_a_sequence_that_fits_unpadded_but_not_padded_gets_a_larger_degree_or_is
     assert memory_degree(17, ring) == 4
     with pytest.raises(InfeasibleError, match="holds 32"):
         require_fit(Batch([33]), ring)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pools(), st.lists(st.integers(1, 3000), min_size=1, max_size=20))
+def test_powers_of_two_are_the_smallest_that_hold_each_sequence(pool: Pool, lengths: list[int]) -> None:
+    powers = [degree for degree in pool.degrees if degree & (degree - 1) == 0]
+    expected = [next((d for d in powers if pool.padded(s, d) <= pool.capacity(d)), None) for s in lengths]
+    if None in expected:
+        with pytest.raises(
+            InfeasibleError, match=f"sequence {lengths.index(max(lengths))} has {max(lengths):,} tokens"
+        ):
+            power_of_two_degrees(Batch(lengths), pool, "megatron")
+    else:
+        assert power_of_two_degrees(Batch(lengths), pool, "megatron").tolist() == expected
