@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from scheduler_service.domain import Batch, CostModel, InvalidInputError, Plan, Pool, Reason
 from scheduler_service.planning.certificate import lower_bound_s
-from scheduler_service.planning.policies import hydra, megatron, megatron_hybrid, static_cp
+from scheduler_service.planning.policies import hydra, hydra_search, megatron, megatron_hybrid, static_cp
 from scheduler_service.planning.policy import PlanningConfig, Policy
 from scheduler_service.planning.verify import verify_plan
 from scheduler_service.simulation import forecast
@@ -16,6 +16,7 @@ from scheduler_service.simulation import forecast
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "hydra": hydra.plan,
+        "hydra_search": hydra_search.plan,
         "static_cp": static_cp.plan,
         "megatron": megatron.plan,
         "megatron_hybrid": megatron_hybrid.plan,
@@ -61,4 +62,5 @@ def plan_iteration(
 
 def warm_up() -> None:
     """Compile the planner's loops, or load them from numba's cache, so that the first plan is not the slow one."""
-    plan_iteration(Batch([3, 2, 1]), Pool(ranks=2, token_budget=4))
+    for policy in ("hydra", "hydra_search"):
+        plan_iteration(Batch([3, 2, 1]), Pool(ranks=2, token_budget=4, stages=2), policy=policy)

@@ -20,6 +20,9 @@ How this takes O(N log G) heap operations instead of scans (equal to `reference`
                         every shorter sequence too
     placed sequences    are skipped by union-find
 
+What a sequence adds to its group's load is an integer weight that never falls with its length: s² here, its cost in
+`profile_packing`, where each microbatch has its own limits.
+
 No work is proportional to the number of ranks or of groups per sequence. The state is reused across microbatches.
 """
 
@@ -39,8 +42,25 @@ from scheduler_service.planning.load_target import LoadTarget
 IntColumn = npt.NDArray[np.int32]
 LongColumn = npt.NDArray[np.int64]
 
+MOST_LOAD = 1 << 48
+"""Largest limit of a group's Σ w(s), so that heap keys hold it."""
+
 LOAD_OFFSET = 1 << 47
-"""Taken off Σ s² in heap keys: a group that can still take a sequence has 0 ≤ Σ s² < limit ≤ s_max² ≤ 2⁴⁸."""
+"""Taken off Σ w(s) in heap keys: a group that can still take a sequence has 0 ≤ Σ w(s) < limit ≤ 2⁴⁸."""
+
+
+class Weight(NamedTuple):
+    """What a sequence of s tokens adds to the load of its group: w(s) = ⌊(quadratic·s² + linear·s)/2^shift⌋.
+
+    Integers, never falling with s. With s² alone, load is attention load.
+    """
+
+    quadratic: int
+    linear: int
+    shift: int
+
+
+ATTENTION = Weight(1, 0, 0)
 
 
 class Columns(NamedTuple):
@@ -56,8 +76,6 @@ class Queue(NamedTuple):
 
     id: IntColumn
     length: LongColumn
-    degree_class: npt.NDArray[np.int8]
-    """Row of `DegreeClasses`; never rises along the order."""
     waiting: IntColumn
     """Union-find over positions: leads from a placed position to the next waiting one. One entry more: the end."""
 
@@ -65,8 +83,8 @@ class Queue(NamedTuple):
 class OpenGroups(NamedTuple):
     """The groups of the current microbatch, in the order of their starts."""
 
-    squares: LongColumn
-    """Σ s² so far; up to date only while the group is parked, else it is the key of its entry in `ready`."""
+    load: LongColumn
+    """Σ w(s) so far."""
     left: LongColumn
     """Tokens that still fit."""
 
@@ -80,23 +98,56 @@ class Placement(NamedTuple):
     """Microbatch, start and degree of each group; as many rows as there are sequences, the last ones unused."""
 
 
+class Packing(NamedTuple):
+    """All state of a packing, made once and used for every microbatch."""
+
+    queue: Queue
+    classes: DegreeClasses
+    """Limits and capacities of the microbatch at hand."""
+    begin: LongColumn
+    """Of each class: the first position whose own degree is that of the class or a smaller one."""
+    wake: LongColumn
+    weight: Weight
+    groups: OpenGroups
+    ready: Heaps
+    parked: Heaps
+    placement: Placement
+
+
 def pack(batch: Batch, pool: Pool, target: LoadTarget) -> Columns:
     """Microbatch, start and degree of every sequence of `batch`, which must fit the pool at the target's cap."""
-    classes = degree_classes(pool, target)
-    queue = _queue(batch, classes)
-    most_groups = pool.ranks // classes.degree
-    groups = OpenGroups(np.empty(pool.ranks, np.int64), np.empty(pool.ranks, np.int64))
-    group, *columns = (np.empty(len(batch), np.int32) for _ in range(4))
-    placement = Placement(group, Columns(*columns))
-    _pack(queue, classes, pool.ranks, groups, new_heaps(most_groups), new_heaps(most_groups), placement)
+    packing = new_packing(queue_of(batch), pool.ranks, degree_classes(pool, target))
+    pack_all(packing, pool.ranks)
+    return columns_of(packing)
 
-    group = np.empty(len(batch), np.int32)
-    group[queue.id] = placement.group
-    del queue  # the largest of all
+
+def new_packing(queue: Queue, ranks: int, classes: DegreeClasses, weight: Weight = ATTENTION) -> Packing:
+    """Nothing placed yet. One queue serves many packings, one after the other."""
+    queue.waiting[:] = np.arange(len(queue.waiting), dtype=np.int32)
+    most_groups = ranks // classes.degree
+    group, *columns = (np.empty(len(queue.id), np.int32) for _ in range(4))
+    return Packing(
+        queue=queue,
+        classes=classes,
+        begin=np.empty(len(classes.degree), np.int64),
+        wake=np.empty(len(classes.degree), np.int64),
+        weight=weight,
+        groups=OpenGroups(np.empty(ranks, np.int64), np.empty(ranks, np.int64)),
+        ready=new_heaps(most_groups),
+        parked=new_heaps(most_groups),
+        placement=Placement(group, Columns(*columns)),
+    )
+
+
+def columns_of(packing: Packing) -> Columns:
+    """The columns of a finished packing, in the order of the ids."""
+    placement = packing.placement
+    group = np.empty(len(placement.group), np.int32)
+    group[packing.queue.id] = placement.group
     return Columns(*(column[group] for column in placement.columns))
 
 
-def _queue(batch: Batch, classes: DegreeClasses) -> Queue:
+def queue_of(batch: Batch) -> Queue:
     """Sort by (length descending, id ascending): one integer key, 25 bits of length above 26 bits of id."""
     key = np.negative(batch.lengths)
     key <<= 26
@@ -104,107 +155,133 @@ def _queue(batch: Batch, classes: DegreeClasses) -> Queue:
     key.sort()
     ids = (key & ((1 << 26) - 1)).astype(np.int32)
     key >>= 26
-    lengths = np.negative(key, out=key)
-    # Positions where the classes begin, the largest degree first.
-    begins = len(batch) - np.searchsorted(lengths[::-1], classes.longest[::-1], side="right")
-    degree_class = np.repeat(np.arange(len(begins), dtype=np.int8)[::-1], np.diff(begins, append=len(batch)))
-    return Queue(ids, lengths, degree_class, np.arange(len(batch) + 1, dtype=np.int32))
+    return Queue(ids, np.negative(key, out=key), np.empty(len(batch) + 1, np.int32))
 
 
 @compiled
-def _pack(
-    queue: Queue,
-    classes: DegreeClasses,
-    ranks: int,
-    groups: OpenGroups,
-    ready: Heaps,
-    parked: Heaps,
-    placement: Placement,
-) -> None:
-    """The algorithm of the module's docstring; fills `placement`."""
-    end = len(queue.id)
-    wake = np.empty(len(classes.degree), np.int64)
-    microbatch = 0
-    before = 0  # groups of earlier microbatches
-    first = 0
+def pack_all(packing: Packing, ranks: int) -> int:
+    """Microbatch after microbatch with the same limits: the number of groups."""
+    set_begins(packing, 0)
+    end = len(packing.queue.id)
+    first, microbatch, before = 0, 0, 0
     while first < end:
-        ready.size[:] = 0
-        parked.size[:] = 0
-        wake[:] = end
-        opened = 0
-        free = ranks
-        opens = first  # first position whose degree fits the free ranks
-        position = first
-        while position < end:
-            length = queue.length[position]
-            chosen = int(queue.degree_class[position])
-            group = -1
-            if position >= opens:
-                group = opened
-                placement.columns.microbatch[before + group] = microbatch
-                placement.columns.start[before + group] = ranks - free
-                placement.columns.degree[before + group] = classes.degree[chosen]
-                _open(chosen, group, length, classes, groups, ready)
-                opened += 1
-                free -= classes.degree[chosen]
-                wake[chosen] = 0
-                opens = _first_of_degree(free, position + 1, queue, classes)
-            while group < 0 and chosen < len(wake):
-                if wake[chosen] <= position:
-                    group = _join(chosen, length, classes, groups, ready, parked)
-                    if group < 0:
-                        wake[chosen] = _wake(chosen, position + 1, queue, classes, ready, parked)
-                if group < 0:
-                    chosen += 1
-            if group >= 0:
-                placement.group[position] = before + group
-                queue.waiting[position] = position + 1
-                position += 1
-            else:
-                position = min(wake.min(), opens)
-            position = _next_waiting(queue.waiting, position)
+        before += fill_microbatch(packing, ranks, microbatch, first, before)
         microbatch += 1
-        before += opened
-        first = _next_waiting(queue.waiting, first)
+        first = next_waiting(packing.queue.waiting, first)
+    return before
 
 
 @compiled
-def _open(chosen: int, group: int, length: int, classes: DegreeClasses, groups: OpenGroups, ready: Heaps) -> None:
+def set_begins(packing: Packing, first: int) -> None:
+    """Set `begin` from the classes' longest sequences, none before `first`, the first position that waits."""
+    lengths = packing.queue.length
+    for row in range(len(packing.begin)):
+        low, high = first, len(lengths)
+        while low < high:
+            middle = (low + high) >> 1
+            if lengths[middle] <= packing.classes.longest[row]:
+                high = middle
+            else:
+                low = middle + 1
+        packing.begin[row] = low
+
+
+@compiled
+def fill_microbatch(packing: Packing, ranks: int, microbatch: int, first: int, before: int) -> int:
+    """Place what fits in one microbatch, by the rules of the module's docstring: the number of groups it opened.
+
+    `first` is the first waiting position; groups are counted from `before`.
+    """
+    queue, classes, begin, wake, weight, groups, ready, parked, placement = packing
+    end = len(queue.id)
+    ready.size[:] = 0
+    parked.size[:] = 0
+    wake[:] = end
+    opened = 0
+    free = ranks
+    opens = first  # first position whose degree fits the free ranks
+    own = len(begin) - 1  # class of the position at hand; only falls
+    position = first
+    while position < end:
+        length = queue.length[position]
+        while own > 0 and begin[own - 1] <= position:
+            own -= 1
+        chosen = own
+        group = -1
+        if position >= opens:
+            group = opened
+            placement.columns.microbatch[before + group] = microbatch
+            placement.columns.start[before + group] = ranks - free
+            placement.columns.degree[before + group] = classes.degree[chosen]
+            _open(chosen, group, length, weight_of(weight, length), classes, groups, ready)
+            opened += 1
+            free -= classes.degree[chosen]
+            wake[chosen] = 0
+            opens = _first_of_degree(free, position + 1, end, begin, classes)
+        while group < 0 and chosen < len(wake):
+            if wake[chosen] <= position:
+                group = _join(chosen, length, weight_of(weight, length), classes, groups, ready, parked)
+                if group < 0:
+                    after = max(position + 1, begin[chosen])
+                    wake[chosen] = _wake(chosen, after, queue, weight, classes, ready, parked)
+            if group < 0:
+                chosen += 1
+        if group >= 0:
+            placement.group[position] = before + group
+            queue.waiting[position] = position + 1
+            position += 1
+        else:
+            position = min(wake.min(), opens)
+        position = next_waiting(queue.waiting, position)
+    return opened
+
+
+@compiled
+def _open(
+    chosen: int, group: int, length: int, load: int, classes: DegreeClasses, groups: OpenGroups, ready: Heaps
+) -> None:
     """Open a group with its first sequence. A full one stays out of the heap: nothing can join it."""
     groups.left[group] = classes.capacity[chosen] - _padded(length, classes.chunks[chosen])
-    if length * length < classes.limit[chosen]:
-        push(ready, chosen, length * length - LOAD_OFFSET, group)
+    groups.load[group] = load
+    if load < classes.limit[chosen]:
+        push(ready, chosen, load - LOAD_OFFSET, group)
 
 
 @compiled
-def _join(chosen: int, length: int, classes: DegreeClasses, groups: OpenGroups, ready: Heaps, parked: Heaps) -> int:
+def _join(
+    chosen: int, length: int, load: int, classes: DegreeClasses, groups: OpenGroups, ready: Heaps, parked: Heaps
+) -> int:
     """Put the sequence into the least loaded group of the class with enough tokens left: the group, or −1."""
     tokens = _padded(length, classes.chunks[chosen])
     while parked.size[chosen] > 0 and -top_key(parked, chosen) >= tokens:
         group = pop(parked, chosen)
-        push(ready, chosen, groups.squares[group] - LOAD_OFFSET, group)
+        push(ready, chosen, groups.load[group] - LOAD_OFFSET, group)
     while ready.size[chosen] > 0 and groups.left[top_item(ready, chosen)] < tokens:
-        squares = top_key(ready, chosen) + LOAD_OFFSET
         group = pop(ready, chosen)
-        groups.squares[group] = squares
         push(parked, chosen, -groups.left[group], group)
     if ready.size[chosen] == 0:
         return -1
     group = top_item(ready, chosen)
-    squares = top_key(ready, chosen) + LOAD_OFFSET + length * length
-    if squares > classes.limit[chosen]:
+    load += top_key(ready, chosen) + LOAD_OFFSET
+    if load > classes.limit[chosen]:
         return -1
     groups.left[group] -= tokens
-    if squares < classes.limit[chosen]:
-        replace_top(ready, chosen, squares - LOAD_OFFSET, group)
+    groups.load[group] = load
+    if load < classes.limit[chosen]:
+        replace_top(ready, chosen, load - LOAD_OFFSET, group)
     else:
         pop(ready, chosen)
     return group
 
 
 @compiled
-def _wake(chosen: int, position: int, queue: Queue, classes: DegreeClasses, ready: Heaps, parked: Heaps) -> int:
-    """First position from `position` on that the class's best group admits, or that brings a parked group back."""
+def _wake(
+    chosen: int, position: int, queue: Queue, weight: Weight, classes: DegreeClasses, ready: Heaps, parked: Heaps
+) -> int:
+    """First position from `position` on that the class's best group admits, or that brings a parked group back.
+
+    From `position` on, all sequences have the degree of the class or a smaller one.
+    """
     load_left = -1
     if ready.size[chosen] > 0:
         load_left = classes.limit[chosen] - LOAD_OFFSET - top_key(ready, chosen)
@@ -215,9 +292,7 @@ def _wake(chosen: int, position: int, queue: Queue, classes: DegreeClasses, read
     while low < high:
         middle = (low + high) >> 1
         length = queue.length[middle]
-        if queue.degree_class[middle] <= chosen and (
-            length * length <= load_left or _padded(length, classes.chunks[chosen]) <= tokens_left
-        ):
+        if weight_of(weight, length) <= load_left or _padded(length, classes.chunks[chosen]) <= tokens_left:
             high = middle
         else:
             low = middle + 1
@@ -225,16 +300,18 @@ def _wake(chosen: int, position: int, queue: Queue, classes: DegreeClasses, read
 
 
 @compiled
-def _first_of_degree(free: int, position: int, queue: Queue, classes: DegreeClasses) -> int:
+def _first_of_degree(free: int, position: int, end: int, begin: LongColumn, classes: DegreeClasses) -> int:
     """First position from `position` on whose degree is at most `free`."""
-    low, high = position, len(queue.id)
-    while low < high:
-        middle = (low + high) >> 1
-        if classes.degree[queue.degree_class[middle]] <= free:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    row = len(begin) - 1
+    while row >= 0 and classes.degree[row] > free:
+        row -= 1
+    return end if row < 0 else max(position, begin[row])
+
+
+@compiled
+def weight_of(weight: Weight, length: int) -> int:
+    """w(s)."""
+    return (weight.quadratic * length + weight.linear) * length >> weight.shift
 
 
 @compiled
@@ -244,7 +321,7 @@ def _padded(length: int, chunks: int) -> int:
 
 
 @compiled
-def _next_waiting(waiting: IntColumn, position: int) -> int:
+def next_waiting(waiting: IntColumn, position: int) -> int:
     """Find with path halving."""
     while waiting[position] != position:
         waiting[position] = waiting[waiting[position]]

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_service.domain import Batch, Plan
+from scheduler_service.domain import Batch, CostModel, Plan, Pool
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from scheduler_service.simulation.loads import GroupLoads, group_loads
 from scheduler_service.simulation.pipeline import PipelineReplay, replay_pipeline
@@ -60,13 +60,8 @@ def forecast(plan: Plan, batch: Batch) -> Forecast:
     Cost: O(N log N + M·G/E·p), memory O(N + M·G/E). The last answer is kept: who plans, who describes the plan and
     who shows it ask one after the other.
     """
-    pool, cost, microbatches = plan.header.pool, plan.header.cost, plan.header.microbatches
-    groups = group_loads(plan, batch)
-    attention, linear = _maxima_of_ep_groups(groups, microbatches, pool.ranks // pool.ep, pool.ep)
-    attention, linear = cost.theta * attention, cost.tau * linear
-    forward = attention + linear + cost.overhead
-    backward = BACKWARD_ATTENTION * attention + BACKWARD_LINEAR * linear + cost.overhead
-
+    pool = plan.header.pool
+    forward, backward = microbatch_times(group_loads(plan, batch), pool, plan.header.cost, plan.header.microbatches)
     spans = pipeline_spans(forward, backward, pool.stages)
     busy = forward.sum(axis=1) + backward.sum(axis=1)
     slowest = float(spans.max())
@@ -78,6 +73,16 @@ def forecast(plan: Plan, batch: Batch) -> Forecast:
         forward_s=forward,
         backward_s=backward,
         stages=pool.stages,
+    )
+
+
+def microbatch_times(groups: GroupLoads, pool: Pool, cost: CostModel, microbatches: int) -> tuple[Seconds, Seconds]:
+    """Forward and backward seconds of every microbatch on a stage, each (pipelines, microbatches)."""
+    attention, linear = _maxima_of_ep_groups(groups, microbatches, pool.ranks // pool.ep, pool.ep)
+    attention, linear = cost.theta * attention, cost.tau * linear
+    return (
+        attention + linear + cost.overhead,
+        BACKWARD_ATTENTION * attention + BACKWARD_LINEAR * linear + cost.overhead,
     )
 
 

@@ -1,0 +1,187 @@
+"""Packing to a profile: every microbatch has a size of its own, and cost is balanced, not attention load alone.
+
+A sequence weighs what it costs, forward and backward, on all its ranks together: w(s) ∝ 3.5·θ·s² + 3·τ·s, as an
+integer. A microbatch of size z seconds gives a group of g ranks the limit z·g; the token budget holds as always. The
+longest waiting sequence must fit: where z is less than it costs on the whole pool, the microbatch is as large as that.
+What fits is placed by the rules of `packing`.
+
+Sizes are scaled to what still waits, so that a microbatch that stays below its size leaves the rest to the next ones,
+not to one more at the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_service.compiled import compiled
+from scheduler_service.domain import CostModel, Pool
+from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
+from scheduler_service.planning.degrees import DegreeClasses, degree_classes
+from scheduler_service.planning.load_target import LoadTarget
+from scheduler_service.planning.packing import (
+    MOST_LOAD,
+    Columns,
+    Packing,
+    Placement,
+    Queue,
+    Weight,
+    columns_of,
+    fill_microbatch,
+    new_packing,
+    next_waiting,
+    pack_all,
+    set_begins,
+    weight_of,
+)
+from scheduler_service.simulation import GroupLoads
+
+LongColumn = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
+
+
+class Packed(NamedTuple):
+    """A finished packing."""
+
+    packing: Packing
+    groups: GroupLoads
+    limit: LongColumn
+    """Most Σ w(s) of a group in each microbatch, (microbatches, degrees)."""
+
+    @property
+    def columns(self) -> Columns:
+        """The plan's columns."""
+        return columns_of(self.packing)
+
+
+def cost_weight(cost: CostModel, longest: int) -> Weight:
+    """w(s) that is proportional to the cost of a sequence, up to rounding, and fits the heaps."""
+    attention, linear = (1 + BACKWARD_ATTENTION) * cost.theta, (1 + BACKWARD_LINEAR) * cost.tau
+    if attention == 0 or linear / attention > 1 << 38:
+        return Weight(0, 1, 0)
+    # Sixteen more bits where there is room, or a small τ would round to nothing.
+    quadratic = 1 << 16
+    per_token = round(linear / attention * quadratic)
+    if per_token > 1 << 38 or longest > 1 << 20:
+        quadratic, per_token = 1, round(linear / attention)
+    most = (quadratic * longest + per_token) * longest
+    return Weight(quadratic, per_token, max(0, most.bit_length() - MOST_LOAD.bit_length() + 1))
+
+
+def pack_to_target(queue: Queue, pool: Pool, target: LoadTarget) -> Packed:
+    """What `packing.pack` does, with what the forecast needs."""
+    classes = degree_classes(pool, target)
+    packing = new_packing(queue, pool.ranks, classes)
+    groups = _group_loads(packing, pool, pack_all(packing, pool.ranks))
+    return Packed(packing, groups, np.broadcast_to(classes.limit, (int(groups.microbatch[-1]) + 1, len(classes.limit))))
+
+
+def pack_to_profile(
+    queue: Queue, pool: Pool, weight: Weight, sizes: Seconds, slack: float, cap: int | None = None
+) -> Packed | None:
+    """Pack the queue, which must fit the pool, into microbatches of `sizes`, the largest first.
+
+    `sizes`: (microbatches,); only their ratios count. Each is widened by `slack`, for no packing is perfect. Degrees
+    go up to `cap`. None where the work does not go into that many microbatches and a few more: the token budget
+    leaves too much to the last ones.
+    """
+    degrees = [degree for degree in pool.degrees if degree <= (cap or pool.ranks)]
+    capacity = np.array([pool.capacity(degree) for degree in degrees], np.int64)
+    classes = DegreeClasses(
+        degree=np.array(degrees, np.int64),
+        limit=np.empty_like(capacity),
+        capacity=capacity,
+        chunks=np.array([pool.chunks(degree) for degree in degrees], np.int64),
+        longest=np.empty_like(capacity),
+    )
+    packing = new_packing(queue, pool.ranks, classes, weight)
+    limit = np.empty((len(sizes) + 2 + len(sizes) // 8, len(capacity)), np.int64)
+    microbatches, groups = _pack(packing, pool.ranks, sizes, 1.0 + slack, limit)
+    if microbatches < 0:
+        return None
+    return Packed(packing, _group_loads(packing, pool, groups), limit[:microbatches])
+
+
+@compiled
+def _pack(packing: Packing, ranks: int, sizes: Seconds, margin: float, limit: LongColumn) -> tuple[int, int]:
+    """Fills `limit`; the number of microbatches, −1 where there are more than `limit` has rows, and of groups."""
+    lengths = packing.queue.length
+    left = 0.0  # a sum of this many weights can pass 64 bits; one added after the other, it is the same everywhere
+    for length in lengths:
+        left += weight_of(packing.weight, length)
+    sizes_left = sizes.sum()
+
+    microbatch, groups, first = 0, 0, 0
+    while first < len(lengths):
+        if microbatch == len(limit):
+            return -1, groups
+        size = left / ranks
+        if microbatch < len(sizes) - 1:
+            size *= sizes[microbatch] / sizes_left
+            sizes_left -= sizes[microbatch]
+        _set_limits(packing, lengths[first], size * margin)
+        limit[microbatch] = packing.classes.limit
+        set_begins(packing, first)
+        opened = fill_microbatch(packing, ranks, microbatch, first, groups)
+        for group in range(opened):
+            left -= packing.groups.load[group]
+        left = max(left, 0.0)
+        groups += opened
+        microbatch += 1
+        first = next_waiting(packing.queue.waiting, first)
+    return microbatch, groups
+
+
+@compiled
+def _set_limits(packing: Packing, longest: int, size: float) -> None:
+    """Set the limits and the longest sequences of all classes for a microbatch whose first sequence is `longest`."""
+    classes, weight = packing.classes, packing.weight
+    most = len(classes.degree) - 1
+    while classes.capacity[most] < longest:
+        most -= 1
+    size = max(size, weight_of(weight, longest) / classes.degree[most])
+    so_far = 0
+    for row in range(len(classes.degree)):
+        classes.limit[row] = int(min(float(MOST_LOAD), size * classes.degree[row]))
+        if row == most:  # whatever rounding did
+            classes.limit[row] = max(classes.limit[row], weight_of(weight, longest))
+        so_far = max(so_far, min(_longest_of(weight, classes.limit[row], longest), classes.capacity[row]))
+        classes.longest[row] = so_far
+
+
+@compiled
+def _longest_of(weight: Weight, limit: int, most: int) -> int:
+    """Largest s ≤ `most` with w(s) ≤ `limit`."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if weight_of(weight, middle) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _group_loads(packing: Packing, pool: Pool, groups: int) -> GroupLoads:
+    """What the forecast needs, from the placement itself: no sort."""
+    microbatch, start, degree = (column[:groups] for column in packing.placement.columns)
+    chunks, multiple = np.zeros((2, pool.ranks + 1), np.int64)
+    for d in pool.degrees:
+        chunks[d], multiple[d] = pool.chunks(d), pool.stream_multiple(d)
+    squares, tokens = np.zeros(groups), np.zeros(groups, np.int64)
+    _sum_groups(packing.queue.length, packing.placement, chunks, squares, tokens)
+    multiple = multiple[degree]
+    return GroupLoads(microbatch, start, degree, squares / degree, -(-tokens // multiple) * multiple // degree)
+
+
+@compiled
+def _sum_groups(
+    lengths: LongColumn, placement: Placement, chunks: LongColumn, squares: Seconds, tokens: LongColumn
+) -> None:
+    for position in range(len(lengths)):
+        length, group = lengths[position], placement.group[position]
+        chunk = chunks[placement.columns.degree[group]]
+        squares[group] += float(length) * length
+        tokens[group] += length if chunk == 1 else (length + chunk - 1) // chunk * chunk

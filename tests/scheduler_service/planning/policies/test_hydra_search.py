@@ -1,0 +1,75 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from scheduler_service.domain import Batch, CostModel, InfeasibleError, Pool
+from scheduler_service.planning import PlanningConfig, verify_plan
+from scheduler_service.planning.policies import hydra, hydra_search
+from scheduler_service.simulation import forecast
+from tests.support.problems import Problem, problem, problems
+
+
+def check(posed: Problem) -> None:
+    batch, pool, cost, cap = posed
+    config = PlanningConfig(cost, cap)
+    try:
+        base = hydra.plan(batch, pool, config)
+    except InfeasibleError:
+        with pytest.raises(InfeasibleError):
+            hydra_search.plan(batch, pool, config)
+        return
+    plan = hydra_search.plan(batch, pool, config)
+    verify_plan(plan, batch)
+    assert plan.header.policy == "hydra_search"
+    assert forecast(plan, batch).iteration_s <= forecast(base, batch).iteration_s
+    if cap is not None:
+        assert plan.degree.max() <= max(cap, base.header.cap)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_is_never_slower_than_hydra_by_the_forecast(posed: Problem) -> None:
+    check(posed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_is_never_slower_than_hydra_on_random_and_adversarial_batches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(100):
+        check(problem(rng, 120))
+
+
+def long_tailed(ranks: int, tokens_per_rank: int) -> Batch:
+    """Log-normal lengths of web documents, up to 256K, as many as make so many tokens."""
+    lengths = np.exp(np.random.default_rng(0).normal(5.679, 1.878, ranks * tokens_per_rank // 1500))
+    lengths = np.clip(lengths, 16, 262_144).astype(np.int64)
+    return Batch(lengths[: int(np.searchsorted(np.cumsum(lengths), ranks * tokens_per_rank))])
+
+
+@pytest.mark.parametrize(("stages", "gain"), [(4, 1.05), (9, 1.08)])
+def test_ramps_shorten_the_iteration_on_long_tailed_lengths(stages: int, gain: float) -> None:
+    batch, pool, config = long_tailed(64, 160_000), Pool(64, 8192, stages=stages, ep=8), PlanningConfig(CostModel())
+    base, plan = hydra.plan(batch, pool, config), hydra_search.plan(batch, pool, config)
+    assert forecast(base, batch).iteration_s >= gain * forecast(plan, batch).iteration_s
+    assert forecast(plan, batch).pp_bubble < forecast(base, batch).pp_bubble
+
+
+def searched_digest() -> str:
+    return hydra_search.plan(long_tailed(24, 40_000), Pool(24, 8192, stages=3, ep=4), PlanningConfig()).digest
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    program = "from tests.scheduler_service.planning.policies.test_hydra_search import *; print(searched_digest())"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    assert other.stdout.strip() == searched_digest()
+
+
+def test_the_number_of_microbatches_keeps_the_multiple_of_an_interleaved_pipeline() -> None:
+    pool = Pool(16, 4096, stages=4, microbatch_multiple=4)
+    batch = Batch(np.random.default_rng(3).integers(1, 9000, 900))
+    plan = hydra_search.plan(batch, pool, PlanningConfig())
+    verify_plan(plan, batch)
+    assert plan.header.microbatches % 4 == 0

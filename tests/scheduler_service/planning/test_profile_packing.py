@@ -1,0 +1,88 @@
+"""Packing to a profile against the linear reference, and what its sizes do."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_service.domain import Batch, CostModel, Pool
+from scheduler_service.planning import PlanningConfig, memory_degree, new_plan, verify_plan
+from scheduler_service.planning.packing import MOST_LOAD, queue_of
+from scheduler_service.planning.profile_packing import cost_weight, pack_to_profile
+from scheduler_service.planning.reference import pack_to_limits_linearly
+from scheduler_service.simulation import group_loads
+from tests.support.problems import Problem, problem, problems
+
+
+def check(posed: Problem, sizes: list[float], slack: float) -> bool:
+    """Whether it packed; if so, equal to the reference with the same limits, verified, and its loads the plan's."""
+    batch, pool, cost, _ = posed
+    if memory_degree(batch.longest, pool) is None:
+        return False
+    weight = cost_weight(cost, batch.longest)
+    packed = pack_to_profile(queue_of(batch), pool, weight, np.array(sizes), slack)
+    if packed is None:
+        return False
+
+    def weigh(length: int) -> int:
+        return (weight.quadratic * length + weight.linear) * length >> weight.shift
+
+    assert weigh(batch.longest) <= MOST_LOAD
+    limits = [dict(zip(pool.degrees, row, strict=True)) for row in packed.limit.tolist()]
+    reference = pack_to_limits_linearly(batch, pool, lambda k, degree: limits[k][degree], weigh)
+    for name in reference._fields:
+        np.testing.assert_array_equal(getattr(packed.columns, name), getattr(reference, name), name)
+
+    plan = new_plan("by profile", batch, pool, PlanningConfig(cost), packed.columns)
+    verify_plan(plan, batch)
+    order = np.lexsort((packed.groups.start, packed.groups.microbatch))
+    expected = group_loads(plan, batch)
+    np.testing.assert_array_equal(packed.groups.tokens[order], expected.tokens)
+    np.testing.assert_allclose(packed.groups.load[order], expected.load, rtol=1e-12)
+    return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_the_linear_reference_on_random_and_adversarial_batches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    packed = 0
+    for _ in range(400):
+        posed = problem(rng)
+        fewest = -(-posed.batch.tokens // (posed.pool.ranks * posed.pool.token_budget))
+        sizes = np.sort(rng.random(int(rng.integers(1, 4)) * fewest + 3) + 0.01)[::-1]
+        packed += check(posed, sizes.tolist(), float(rng.choice([0, 0.02, 0.5])))
+    assert packed >= 250
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.lists(st.floats(1e-3, 1), min_size=1, max_size=12), st.sampled_from([0.0, 0.02, 1.0]))
+def test_equals_the_linear_reference_on_batches_that_hypothesis_finds(
+    posed: Problem, sizes: list[float], slack: float
+) -> None:
+    check(posed, sorted(sizes, reverse=True), slack)
+
+
+def test_microbatches_take_the_sizes_that_are_asked_for() -> None:
+    batch = Batch(np.clip(np.random.default_rng(0).lognormal(5, 1.2, 20_000), 1, 4000).astype(int))
+    pool, cost = Pool(16, 1_000_000), CostModel(theta=1e-8, tau=1e-5)
+    sizes = np.array([8.0, 4.0, 2.0, 1.0])
+    packed = pack_to_profile(queue_of(batch), pool, cost_weight(cost, batch.longest), sizes, 0.0)
+    assert packed is not None
+    seconds = 3.5 * cost.theta * packed.groups.load + 3 * cost.tau * packed.groups.tokens
+    taken = np.bincount(packed.groups.microbatch, seconds * packed.groups.degree)[:4] / pool.ranks
+    np.testing.assert_allclose(taken / taken.sum(), sizes / sizes.sum(), rtol=0.05)
+
+
+def test_gives_up_where_the_token_budget_needs_many_more_microbatches() -> None:
+    batch, pool = Batch([10] * 400), Pool(4, 10)
+    assert pack_to_profile(queue_of(batch), pool, cost_weight(CostModel(), 10), np.ones(8), 0.0) is None
+
+
+def test_a_weight_is_proportional_to_the_cost() -> None:
+    cost = CostModel(theta=2.6e-10, tau=4.1e-5)
+    weight = cost_weight(cost, 262_144)
+    weigh = [((weight.quadratic * s + weight.linear) * s) >> weight.shift for s in (1000, 262_144)]
+    seconds = [3.5 * cost.theta * s * s + 3 * cost.tau * s for s in (1000, 262_144)]
+    assert weigh[1] / weigh[0] == pytest.approx(seconds[1] / seconds[0], rel=1e-4)
+    assert cost_weight(CostModel(theta=0.0), 100).quadratic == 0
+    assert cost_weight(CostModel(tau=0.0), 100).linear == 0
