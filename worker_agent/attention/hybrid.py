@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from scheduler_service.domain import InvalidInputError, Reason
@@ -36,6 +38,11 @@ def hybrid_attention(
     Raises `InvalidInputError` where shapes, layout and group do not fit each other.
     """
     _check(q, k, v, layout, group)
+    if softmax_scale is not None and not (math.isfinite(softmax_scale) and softmax_scale > 0):
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT,
+            f"softmax_scale is {softmax_scale}; give a finite number above 0: kernels scale the mask's −∞, too",
+        )
     attention = BlockAttention(
         kernel=select_kernel(q.device, q.dtype, q.shape[2], v.shape[2], kernel),
         scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
@@ -60,12 +67,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: ShardLayout, group: Group) -
         and q.shape[2] == k.shape[2]
         and k.shape[1] == v.shape[1]
         and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and min(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) > 0
     )
     if not fits:
         raise InvalidInputError(
             Reason.INVALID_ARGUMENT,
-            f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype} for a layout of "
-            f"{layout.tokens} slots: expected q (t, h, d_qk), k (t, h_kv, d_qk), v (t, h_kv, d_v) of one dtype, with t "
-            f"= {layout.tokens}",
+            f"q {_described(q)}, k {_described(k)}, v {_described(v)} for a layout of {layout.tokens} slots: expected "
+            f"q (t, h, d_qk), k (t, h_kv, d_qk), v (t, h_kv, d_v) of one dtype on one device, with t = {layout.tokens} "
+            "and heads and widths of 1 or more",
         )
     kv_heads_sent(q.shape[1], k.shape[1], group.ulysses)
+
+
+def _described(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype} {x.device}"

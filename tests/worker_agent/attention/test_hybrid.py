@@ -227,6 +227,14 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         hybrid_attention(x[:4], x[:4], x[:4], layout, group)
     with pytest.raises(InvalidInputError, match="of one dtype"):
         hybrid_attention(x, x, x.double(), layout, group)
+    with pytest.raises(InvalidInputError, match="on one device"):
+        hybrid_attention(x, x.to("meta"), x.to("meta"), layout, group)
+    for q, k, v in ((x[:, :0], x, x), (x, x[:, :0], x[:, :0]), (x[..., :0], x[..., :0], x), (x, x, x[..., :0])):
+        with pytest.raises(InvalidInputError, match="heads and widths of 1 or more"):
+            hybrid_attention(q, k, v, layout, group)
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidInputError, match="softmax_scale is"):
+            hybrid_attention(x, x, x, layout, group, softmax_scale=scale)
     with pytest.raises(InvalidInputError, match="4 query heads over 3 KV heads"):
         hybrid_attention(x, x[:, :3], x[:, :3], layout, group)
     with pytest.raises(InvalidInputError, match="there is none called"):
