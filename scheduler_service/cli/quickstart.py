@@ -8,6 +8,7 @@ Its children end with it, whatever ends it. It shows nothing that was not measur
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -24,8 +26,11 @@ from urllib.request import ProxyHandler, build_opener
 import typer
 from rich.console import Console
 
+from scheduler_service.cli.failures import reported
 from scheduler_service.cli.processes import Child
 from scheduler_service.cli.quickstart_report import IterationLine, Summary
+from scheduler_service.domain import Batch, InvalidInputError, Pool, Reason
+from scheduler_service.planning import DEFAULT_POLICY, POLICIES, plan_iteration
 from worker_agent.training.config import RunConfig
 from worker_agent.training.documents import CorpusConfig, Documents, prepare_documents
 
@@ -53,25 +58,67 @@ def quickstart(
     batch: Annotated[int, typer.Option(min=1, help="Documents of a global batch.")] = _DEFAULTS.batch,
     context: Annotated[int, typer.Option(min=64, help="Longest document, in tokens.")] = _CORPUS.longest,
     policy: Annotated[str, typer.Option(help="Scheduling policy; empty for the service's default.")] = "",
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; another one is taken if it is in use.")] = 7421,
-    http_port: Annotated[int, typer.Option(help="REST and dashboard port; likewise.")] = 7422,
+    grpc_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="gRPC port; another one is taken if it is in use.")
+    ] = 7421,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="REST and dashboard port; likewise.")] = 7422,
     output: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path("build/run"),
 ) -> None:
     """Start the scheduler, train a small mixture-of-experts model through it, and show what the plans did."""
     options = [f"--iterations={iterations}", f"--batch={batch}", f"--budget={budget}", f"--ep={ep}"]
     options += [f"--policy={policy}"] if policy else []
-    output.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
-    with _ended_by_signals():
-        code = _run(console, output.resolve(), options, workers, context, (grpc_port, http_port), exit_)
+    with _ended_by_signals(), reported():
+        pool = _checked(workers, budget, ep, batch, policy)
+        with _own_folder(output):
+            code = _run(console, output.resolve(), options, pool, policy, context, (grpc_port, http_port), exit_)
     raise typer.Exit(code)
+
+
+def _checked(workers: int, budget: int, ep: int, batch: int, policy: str) -> Pool:
+    """The pool, if the workers can run it: what is wrong is said now, not by all of them in half a minute."""
+    pool = replace(_DEFAULTS.pool, ranks=workers, token_budget=budget, ep=ep)
+    _DEFAULTS.model.local_experts(ep)
+    if batch < workers:
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT,
+            f"--batch {batch} with --workers {workers}: every worker loads a part of each batch; give a batch of "
+            f"{workers} or more",
+        )
+    if policy and policy not in POLICIES:
+        raise InvalidInputError(
+            Reason.UNKNOWN_POLICY, f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}"
+        )
+    return pool
+
+
+@contextlib.contextmanager
+def _own_folder(output: Path) -> Iterator[None]:
+    """Make the folder, and hold it against other quick starts: they would overwrite each other's files."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = (output / "lock").open("w")
+    except OSError as error:
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT, f"--output {output}: cannot be a folder to write to: {error.strerror}"
+        ) from error
+    with lock:  # the kernel lets go of it, however the command ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InvalidInputError(
+                Reason.INVALID_ARGUMENT,
+                f"--output {output}: another quick start runs there; end it, or give another folder",
+            ) from error
+        yield
 
 
 def _run(
     console: Console,
     output: Path,
     options: list[str],
-    workers: int,
+    pool: Pool,
+    policy: str,
     context: int,
     ports: tuple[int, int],
     exit_: bool,
@@ -81,12 +128,14 @@ def _run(
     finished = False
     try:
         documents = _prepare(console, output, context)
+        # Whether the longest can be planned at all: else the run would end at the first batch that holds it.
+        plan_iteration(Batch([int(documents.lengths.max())]), pool, policy=policy or DEFAULT_POLICY)
         with _start_scheduler(output, ports) as scheduler:
             addresses = _wait_until_ready(scheduler, output / "scheduler.json")
             dashboard = f"http://{addresses['http']}"
             _say(console, "scheduler", f"gRPC {addresses['grpc']}, dashboard {dashboard}", scheduler.log)
-            with _start_training(output, workers, addresses["grpc"], job, options) as training:
-                _say(console, "training", f"{workers} workers: {' '.join(options)}", training.log)
+            with _start_training(output, pool.ranks, addresses["grpc"], job, options) as training:
+                _say(console, "training", f"{pool.ranks} workers: {' '.join(options)}", training.log)
                 service = Service(dashboard, job)
                 lines = _follow(console, training, output / "metrics.jsonl", service)
                 code = training.poll()

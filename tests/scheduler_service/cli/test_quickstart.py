@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,16 @@ def processes_of(output: Path) -> list[str]:
         if str(output) in line:
             found.append(line)
     return found
+
+
+def a_worker_of(output: Path) -> int:
+    """Process id of one of the workers that write to `output`."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            line = (folder / "cmdline").read_bytes().decode(errors="replace")
+            if str(output) in line and "worker_agent.training" in line and "torch.distributed.run" not in line:
+                return int(folder.name)
+    raise AssertionError("no worker runs")
 
 
 def wait_for(condition: Callable[[], object], output: Path, what: str) -> None:
@@ -127,7 +137,34 @@ def test_its_children_end_with_it_in_the_middle_of_training(number: signal.Signa
 
 @pytest.mark.slow
 def test_a_worker_that_fails_is_shown_and_fails_the_command(tmp_path: Path):
-    with quickstart(tmp_path, *SMALL, "--ep", "3", "--exit") as process:
+    with quickstart(tmp_path, *SMALL, "--iterations", "100000") as process:
+        metrics = tmp_path / "metrics.jsonl"
+        wait_for(
+            lambda: (metrics.exists() and metrics.read_text()) or process.poll() is not None, tmp_path, "iteration"
+        )
+        with quickstart(tmp_path / "terminals", "--output", str(tmp_path)) as second:
+            assert second.wait(TIMEOUT_S) == 2
+        assert "another quick start runs there" in shown(tmp_path / "terminals")
+        os.kill(a_worker_of(tmp_path), signal.SIGKILL)
         assert process.wait(TIMEOUT_S) == 1
-    assert "ep 3 does not divide 4 ranks" in shown(tmp_path)
+    assert "failed (exitcode: -9)" in shown(tmp_path)
     assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--ep", "3"), 2, "ep 3 does not divide 4 ranks"),
+        (("--ep", "3", "--workers", "3"), 2, "ep 3 does not divide the model's 8 experts"),
+        (("--batch", "3"), 2, "give a batch of 4 or more"),
+        (("--policy", "nope"), 2, "policy 'nope' is unknown"),
+        (("--grpc-port", "65536"), 2, "65535"),
+        (("--output", "/dev/null/x"), 2, "cannot be a folder to write to"),
+        (("--context", "64", "--budget", "1"), 4, "pool 4 × budget 1 holds 4"),
+    ],
+)
+def test_what_cannot_run_is_said_before_anything_starts(options: tuple[str, ...], code: int, message: str, tmp_path):
+    with quickstart(tmp_path, *options, "--exit") as process:
+        assert process.wait(TIMEOUT_S) == code
+    assert message in " ".join(shown(tmp_path).split())
+    assert not (tmp_path / "scheduler.log").exists()
