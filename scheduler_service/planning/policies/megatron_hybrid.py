@@ -5,8 +5,8 @@ s²/need. Its microbatch is formed from buckets: the waiting sequences, longest 
 1.1 × the mean work of as many buckets as there are distinct needs. The first bucket whose head fits goes next: on
 free ranks while there are enough, else onto the least loaded group of exactly its need. From the first fall in need
 on, the microbatch is complete when all ranks are taken and max − min ≤ 5 % of the largest rank load. Then the last
-sequence of the fullest group is taken back while that lowers max − min, and ranks that stay empty are filled by
-doubling the first of the smallest groups.
+sequence of the fullest group is taken back while that lowers max − min, and goes to the end of those that wait; and
+ranks that stay empty are filled by doubling the first of the smallest groups.
 
 The original has no token cap: each group runs the list of its sequences one by one, without packing, and all groups
 meet at a barrier when the last has ended. Only one sequence at a time is in memory, so its *micro-steps* are what a
@@ -82,11 +82,11 @@ def microbatches(batch: Batch, pool: Pool) -> Iterator[list[Group]]:
     waiting = np.argsort(-batch.lengths, kind="stable").tolist()
     while waiting:
         forming = _Microbatch(pool.ranks, needs, loads)
-        forming.fill(_buckets(waiting, needs, loads))
-        forming.take_back()
+        buckets = _buckets(waiting, needs, loads)
+        forming.fill(buckets)
+        taken_back = forming.take_back()
         yield _fill_empty_ranks(forming.groups, lengths, pool)
-        placed = {sequence for group in forming.groups for sequence in group.members}
-        waiting = [sequence for sequence in waiting if sequence not in placed]
+        waiting = [sequence for bucket in buckets for sequence in bucket] + taken_back
 
 
 def _buckets(waiting: list[int], needs: list[int], loads: list[float]) -> list[deque[int]]:
@@ -148,21 +148,23 @@ class _Microbatch:
     def _balanced(self) -> bool:
         return self._free == 0 and _balanced([group.load for group in self.groups])
 
-    def take_back(self) -> None:
-        """Give up the last sequence of the fullest group while that brings the ranks closer together."""
+    def take_back(self) -> list[int]:
+        """Give up the last sequence of the fullest group while that brings the ranks closer together; in that order."""
+        taken: list[int] = []
         loads = [group.load for group in self.groups]
         while self._free == 0 and not _balanced(loads):
             fullest = loads.index(max(loads))
             group = self.groups[fullest]
             if len(group.members) == 1:
-                return
+                break
             without = loads.copy()
             without[fullest] -= self._loads[group.members[-1]]
             if max(without) - min(without) >= max(loads) - min(loads):
-                return
-            group.members.pop()
+                break
+            taken.append(group.members.pop())
             group.load = without[fullest]
             loads = without
+        return taken
 
 
 def _balanced(loads: list[float]) -> bool:
@@ -170,7 +172,7 @@ def _balanced(loads: list[float]) -> bool:
 
 
 def _fill_empty_ranks(groups: list[Group], lengths: list[int], pool: Pool) -> list[Group]:
-    """Double the first of the smallest groups until no rank is empty; groups by falling size, as they were opened."""
+    """Double the first of the smallest groups until no rank is empty; then groups by falling size, so aligned."""
     empty = pool.ranks - sum(group.size for group in groups)
     heap = [(group.size, index) for index, group in enumerate(groups)]
     heapq.heapify(heap)

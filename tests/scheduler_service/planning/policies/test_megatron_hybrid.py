@@ -47,13 +47,12 @@ def test_what_is_placed_beyond_balance_is_taken_back() -> None:
     # 15s and 14s need two ranks, 9s one. The mean work of two buckets is 680, so the first holds all of the former
     # (632) and one 9 (713 of 748). Three 15s and a 14 take all ranks; the other 14s join the 14 (196) and a 15 (211),
     # and are taken back: 211 − 113 and then 196 − 113 shrink to 113 − 98. No rank is free for a group of one.
-    # The next two 14s take four ranks, 98 each, and the 9s the others, 162 for two. The ninth would make 243, and is
-    # taken back; the next would leave a rank with 81, farther from 162 than 98 is. It ends on the pool, doubled.
+    # They wait behind the 9s: eight of those take all ranks, the ninth would make 162 and is taken back as well.
     batch, pool = Batch([15] * 3 + [14] * 3 + [9] * 9), Pool(8, 10)
     assert lists_of(batch, pool) == [
         [(2, [15]), (2, [15]), (2, [15]), (2, [14])],
-        [(2, [14]), (2, [14]), (1, [9, 9]), (1, [9, 9]), (1, [9, 9]), (1, [9, 9])],
-        [(8, [9])],
+        [(1, [9])] * 8,
+        [(4, [14]), (2, [14]), (2, [9])],
     ]
 
 
