@@ -1,33 +1,44 @@
-"""A lower bound on the iteration time of any valid plan, in closed form, by the simple cost model."""
+"""A lower bound on the iteration time of any valid plan, by the simple cost model.
+
+The span of 1F1B is monotone and convex in the times of the microbatches, so the slowest pipeline takes at least the
+span of the mean times over all pipelines, whose sums are known: a sequence's load and tokens over its ranks add up to
+s² and at least s, whatever its degree. What remains is how M microbatches of those sums can be shaped, and that is
+bounded for every M.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from scheduler_service.domain import Batch, CostModel, Pool
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
 
+Seconds = npt.NDArray[np.float64]
+
 ROUNDING = 1e-9
 """Share by which the bound is lowered: a forecast adds thousands of durations, each rounded, in another order."""
 
+MOST_MICROBATCHES = 2048
+"""Up to so many, every number of microbatches is looked at; beyond, their overheads alone are counted."""
+
+_CUTS_PER_STAGE = 8
+
 
 def lower_bound_s(batch: Batch, pool: Pool, cost: CostModel) -> float:
-    """Seconds that no valid plan's forecast is below.
+    """Seconds that no valid plan's forecast is below: the greater of two bounds.
 
-    Let x = f + b be the time of a microbatch on one stage, o the overhead, p the stages, and M₀ the fewest
-    microbatches: ⌈Σs/(G·B)⌉ for the tokens, rounded up to the pool's multiple. Every microbatch has f ≥ o, b ≥ o,
-    and every plan has M ≥ M₀. Of any one pipeline, the replay waits at least for:
+    Let x = f + b be the time of a microbatch on one stage, W the mean over ranks of all work without overheads, o the
+    overhead, p the stages. Every microbatch has f ≥ o and b ≥ o, and every plan has M ≥ M₀ microbatches: ⌈Σs/(G·B)⌉
+    for the tokens, rounded up to the pool's multiple.
 
-    * *all of its work, then the way in and out*: its last stage starts after p−1 forwards of the first microbatch,
-      works Σx, and the last microbatch then has p−1 backwards to go: T ≥ Σx + 2(p−1)·o. The slowest pipeline has
-      at least the mean of Σx over all ranks, since an EP group's maximum is at least its mean; a sequence's load
-      and tokens over its ranks add up to s² and at least s, whatever its degree:
-      mean Σx ≥ (3.5·θ·Σs² + 3·τ·Σs)/G + 2·M₀·o.
-    * *the longest sequence, down and up*: at the largest degree g its microbatch takes
+    * *The longest sequence, down and up*: at the largest degree g its microbatch takes
       x₁ ≥ 3.5·θ·s_max²/g + 3·τ·s_max/g + 2·o, and passes p stages forward and p back, one after the other. On the
       first stage at most p−1 forwards and p−1 backwards of others run meanwhile (1F1B); the other 2(M−1) − 2(p−1)
       or more operations run before or after: T ≥ p·x₁ + 2·max(0, M₀−p)·o.
-
-    The greater of the two holds. Where the pipeline's bubble dominates it is loose: microbatches that grow and
-    shrink would need a linear program.
+    * *All work, and what it takes to get it in and out*: see `_ramps`.
     """
     attention, linear = (1 + BACKWARD_ATTENTION) * cost.theta, (1 + BACKWARD_LINEAR) * cost.tau
     both_overheads = 2 * cost.overhead
@@ -35,10 +46,87 @@ def lower_bound_s(batch: Batch, pool: Pool, cost: CostModel) -> float:
     fewest = -(-batch.tokens // (pool.ranks * pool.token_budget))
     fewest = -(-fewest // multiple) * multiple
 
-    work = (attention * batch.sum_of_squares + linear * batch.tokens) / pool.ranks
-    all_work = work + both_overheads * (fewest + pool.stages - 1)
-
     degree = pool.degrees[-1]
     longest = attention * batch.longest**2 / degree + linear * batch.longest / degree + both_overheads
     longest_sequence = pool.stages * longest + both_overheads * max(0, fewest - pool.stages)
-    return max(all_work, longest_sequence) * (1 - ROUNDING)
+
+    # Later microbatches than these are of no use to anyone; were they, their overheads would be counted.
+    most = min(max(fewest, MOST_MICROBATCHES), -(-len(batch) // multiple) * multiple)
+    microbatches = np.arange(fewest, max(fewest, most) + 1, multiple)
+    work = (attention * batch.sum_of_squares + linear * batch.tokens) / pool.ranks
+    all_work = work + both_overheads * (microbatches + pool.stages - 1)
+    beyond = work + both_overheads * (microbatches[-1] + multiple + pool.stages - 1)
+    if pool.stages > 1 and work > 0:
+        all_work += _ramps(batch, pool, cost, work, microbatches)
+    if microbatches[-1] < len(batch):
+        all_work = np.append(all_work, beyond)
+    return max(float(all_work.min()), longest_sequence) * (1 - ROUNDING)
+
+
+class _Ramp(NamedTuple):
+    """The largest sizes that a recurrence allows: affine in z, columns over the steps from the end of the pipeline."""
+
+    at_zero: Seconds
+    per_z: Seconds
+
+    @property
+    def largest(self) -> _Ramp:
+        """Sum of the first n sizes, for n = 0 … steps."""
+        return _Ramp(*(np.append(0.0, np.cumsum(column)) for column in self))
+
+
+def _ramp(steps: int, stages: int, overhead: float, ratio: float) -> _Ramp:
+    """x_k = (z + Σ_{k−p<j<k} (o + ratio·x_j))/(p−1): never falling with k."""
+    at_zero, per_z = np.zeros(steps), np.zeros(steps)
+    for k in range(steps):
+        window = slice(max(0, k - stages + 1), k)
+        waited = overhead * (k - window.start) + ratio * at_zero[window].sum()
+        at_zero[k] = waited / (stages - 1)
+        per_z[k] = (1 + ratio * per_z[window].sum()) / (stages - 1)
+    return _Ramp(at_zero, per_z)
+
+
+def _ramps(batch: Batch, pool: Pool, cost: CostModel, work: float, microbatches: npt.NDArray[np.int64]) -> Seconds:
+    """Seconds above W + 2(M+p−1)·o that no plan of M microbatches avoids, for each M.
+
+    Take the path that enters on the first stage, goes down with microbatch k, stays on the last stage until microbatch
+    m ≥ k, goes up with it and ends on the first stage. In 1F1B its length is
+
+        Σx + P_k + Q_m      P_k = (p−1)·f_k − Σ_{k−p<j<k} b_j      Q_m = (p−1)·b_m − Σ_{m<j<m+p} f_j
+
+    So for any cut c, T ≥ Σx + S + R with S = max P_k over k ≤ c and R = max Q_m over m > c. Conversely S and R limit
+    the sizes u = f − o and v = b − o, since v ≤ 2.5·u and u ≤ v/2:
+
+        u_k ≤ (z + Σ_{k−p<j<k} (o + 2.5·u_j))/(p−1)      z = S − (p−1)·o ≥ 0, for k ≤ c
+        v_m ≤ (y + Σ_{m<j<m+p} (o + v_j/2))/(p−1)        y = R − (p−1)·o ≥ 0, for m > c
+
+    and all work must go into such sizes: W ≤ Σ_{k≤c} (u_k + v_k) + Σ_{m>c} (u_m + v_m), where u + v ≤ 1.5·v, and
+    ≤ 3.5·u, or, summed, ≤ 3·Σu + A/2 with A all attention. The longest sequence needs its place, too: some u_k or v_m
+    is as large as it is on the whole pool. That leaves the smallest z + y under two linear conditions, solved by
+    hand; every cut gives a bound, and the best is taken.
+    """
+    stages, overhead = pool.stages, cost.overhead
+    attention = cost.theta * batch.sum_of_squares / pool.ranks
+    longest_u = (cost.theta * batch.longest**2 + cost.tau * batch.longest) / pool.ranks
+    longest_v = (BACKWARD_ATTENTION * cost.theta * batch.longest**2 + BACKWARD_LINEAR * cost.tau * batch.longest) / (
+        pool.ranks
+    )
+    ratio = BACKWARD_ATTENTION if cost.theta > 0 else BACKWARD_LINEAR
+    cuts = min(_CUTS_PER_STAGE * stages, int(microbatches[0]))
+    up, down = _ramp(cuts, stages, overhead, ratio), _ramp(int(microbatches[-1]), stages, overhead, 1 / BACKWARD_LINEAR)
+    total_up, total_down = up.largest, down.largest
+
+    best = np.zeros(len(microbatches))
+    for cut in range(cuts):
+        after = microbatches - cut - 1
+        room_down, gain_down = 1.5 * total_down.at_zero[after], 1.5 * total_down.per_z[after]
+        z_longest = max(0.0, (longest_u - up.at_zero[cut]) / up.per_z[cut])
+        y_longest = np.maximum(0.0, (longest_v - down.at_zero[after - 1]) / down.per_z[after - 1])
+        for scale, given in ((1 + ratio, 0.0), (1 + BACKWARD_LINEAR, attention / 2)):
+            gain_up = scale * total_up.per_z[cut + 1]
+            missing = work - given - scale * total_up.at_zero[cut + 1] - room_down
+            gain = np.maximum(gain_up, gain_down)
+            before = z_longest + np.maximum(0.0, missing - gain_up * z_longest) / gain
+            behind = y_longest + np.maximum(0.0, missing - gain_down * y_longest) / gain
+            best = np.maximum(best, np.where(after > 0, np.minimum(before, behind), before))
+    return best

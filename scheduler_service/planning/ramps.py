@@ -53,7 +53,8 @@ class Shape(NamedTuple):
 def best_profile(shape: Shape, microbatches: int, needs: Seconds) -> Profile:
     """The profile of the grid with the shortest span, found one end after the other.
 
-    `needs`: sizes that the largest must have, descending.
+    `needs`: seconds of the longest sequences on the whole pool, descending: a microbatch is at least as large as the
+    longest that still waits.
     """
     if shape.stages == 1:
         return profile(shape, microbatches, needs, (1.0, 1.0))
@@ -157,12 +158,18 @@ def _fill_below(shape: Shape, first: float, last: float, plateau: float, sizes: 
 
 @compiled
 def _raise(sizes: Seconds, needs: Seconds) -> float:
-    """Raise the largest sizes to what they must hold: what that adds."""
+    """Raise the largest sizes to what they must hold, the longest sequences first: what that adds."""
     order = np.argsort(-sizes, kind="mergesort")
     added = 0.0
-    for j in range(min(len(needs), len(sizes))):
-        more = needs[j] - sizes[order[j]]
-        if more > 0.0:
-            sizes[order[j]] = needs[j]
-            added += more
+    longest = 0
+    for row in order:
+        if longest == len(needs):
+            break
+        if needs[longest] > sizes[row]:
+            added += needs[longest] - sizes[row]
+            sizes[row] = needs[longest]
+        left = sizes[row]
+        while longest < len(needs) and needs[longest] <= left:
+            left -= needs[longest]
+            longest += 1
     return added

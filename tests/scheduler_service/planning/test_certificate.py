@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler_service.domain import Batch, CostModel, InfeasibleError, Pool
 from scheduler_service.planning.certificate import lower_bound_s
-from scheduler_service.planning.policies import hydra, megatron, static_cp
+from scheduler_service.planning.policies import hydra, hydra_search, megatron, static_cp
 from scheduler_service.planning.policy import PlanningConfig
 from scheduler_service.planning.verify import verify_plan
 from scheduler_service.simulation import forecast
@@ -24,7 +24,7 @@ def test_no_valid_plan_is_faster(data: st.DataObject) -> None:
     batch = data.draw(batches(pool))
     config = PlanningConfig(data.draw(costs()))
     plans = [random_plan(batch, pool, Random(seed), config) for seed in range(3)]
-    for policy in (hydra, static_cp, megatron):
+    for policy in (hydra, hydra_search, static_cp, megatron):
         try:
             plans.append(policy.plan(batch, pool, config))
         except InfeasibleError:
@@ -53,3 +53,14 @@ def test_counts_the_overheads_of_the_microbatches_that_the_tokens_need() -> None
     assert lower_bound_s(Batch([10] * 9), Pool(2, 10), cost) == pytest.approx(2 * 5)
     assert lower_bound_s(Batch([10] * 9), Pool(2, 10, stages=3), cost) == pytest.approx(2 * 5 + 2 * 2)
     assert lower_bound_s(Batch([10] * 9), Pool(2, 10, microbatch_multiple=4), cost) == pytest.approx(2 * 8)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 9])
+def test_is_close_to_what_ramps_reach_where_no_single_sequence_dominates(stages: int) -> None:
+    """With nothing but short sequences, any profile can be packed: the gap is the bound's own looseness."""
+    batch, pool, cost = Batch([100] * 30_000), Pool(8, 8192, stages=stages), CostModel(2.6e-10, 4.1e-5, 8e-3)
+    plan = hydra_search.plan(batch, pool, PlanningConfig(cost))
+    bound = lower_bound_s(batch, pool, cost)
+    assert bound <= forecast(plan, batch).iteration_s <= 1.02 * bound
+    simple = (3.5 * cost.theta * 1e4 + 3 * cost.tau * 100) * 30_000 / 8
+    assert bound >= simple * 1.01  # it knows of the pipeline
