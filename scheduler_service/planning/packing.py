@@ -104,6 +104,8 @@ class Packing(NamedTuple):
     queue: Queue
     classes: DegreeClasses
     """Limits and capacities of the microbatch at hand."""
+    early: LongColumn
+    """Limits of the classes for sequences before the split: at most their own."""
     begin: LongColumn
     """Of each class: the first position whose own degree is that of the class or a smaller one."""
     wake: LongColumn
@@ -129,6 +131,7 @@ def new_packing(queue: Queue, ranks: int, classes: DegreeClasses, weight: Weight
     return Packing(
         queue=queue,
         classes=classes,
+        early=classes.limit.copy(),
         begin=np.empty(len(classes.degree), np.int64),
         wake=np.empty(len(classes.degree), np.int64),
         weight=weight,
@@ -165,7 +168,7 @@ def pack_all(packing: Packing, ranks: int) -> int:
     end = len(packing.queue.id)
     first, microbatch, before = 0, 0, 0
     while first < end:
-        before += fill_microbatch(packing, ranks, microbatch, first, before)
+        before += fill_microbatch(packing, ranks, microbatch, first, before, 0)
         microbatch += 1
         first = next_waiting(packing.queue.waiting, first)
     return before
@@ -187,12 +190,13 @@ def set_begins(packing: Packing, first: int) -> None:
 
 
 @compiled
-def fill_microbatch(packing: Packing, ranks: int, microbatch: int, first: int, before: int) -> int:
+def fill_microbatch(packing: Packing, ranks: int, microbatch: int, first: int, before: int, split: int) -> int:
     """Place what fits in one microbatch, by the rules of the module's docstring: the number of groups it opened.
 
-    `first` is the first waiting position; groups are counted from `before`.
+    `first` is the first waiting position; groups are counted from `before`. Sequences before position `split` fill
+    groups up to the `early` limits only, which leaves room for those behind it.
     """
-    queue, classes, begin, wake, weight, groups, ready, parked, placement = packing
+    queue, classes, early, begin, wake, weight, groups, ready, parked, placement = packing
     end = len(queue.id)
     ready.size[:] = 0
     parked.size[:] = 0
@@ -220,10 +224,11 @@ def fill_microbatch(packing: Packing, ranks: int, microbatch: int, first: int, b
             opens = _first_of_degree(free, position + 1, end, begin, classes)
         while group < 0 and chosen < len(wake):
             if wake[chosen] <= position:
-                group = _join(chosen, length, weight_of(weight, length), classes, groups, ready, parked)
+                limit = early[chosen] if position < split else classes.limit[chosen]
+                group = _join(chosen, length, weight_of(weight, length), limit, classes, groups, ready, parked)
                 if group < 0:
                     after = max(position + 1, begin[chosen])
-                    wake[chosen] = _wake(chosen, after, queue, weight, classes, ready, parked)
+                    wake[chosen] = _wake(chosen, after, split, packing)
             if group < 0:
                 chosen += 1
         if group >= 0:
@@ -249,7 +254,14 @@ def _open(
 
 @compiled
 def _join(
-    chosen: int, length: int, load: int, classes: DegreeClasses, groups: OpenGroups, ready: Heaps, parked: Heaps
+    chosen: int,
+    length: int,
+    load: int,
+    limit: int,
+    classes: DegreeClasses,
+    groups: OpenGroups,
+    ready: Heaps,
+    parked: Heaps,
 ) -> int:
     """Put the sequence into the least loaded group of the class with enough tokens left: the group, or −1."""
     tokens = _padded(length, classes.chunks[chosen])
@@ -263,7 +275,7 @@ def _join(
         return -1
     group = top_item(ready, chosen)
     load += top_key(ready, chosen) + LOAD_OFFSET
-    if load > classes.limit[chosen]:
+    if load > limit:
         return -1
     groups.left[group] -= tokens
     groups.load[group] = load
@@ -275,16 +287,18 @@ def _join(
 
 
 @compiled
-def _wake(
-    chosen: int, position: int, queue: Queue, weight: Weight, classes: DegreeClasses, ready: Heaps, parked: Heaps
-) -> int:
+def _wake(chosen: int, position: int, split: int, packing: Packing) -> int:
     """First position from `position` on that the class's best group admits, or that brings a parked group back.
 
     From `position` on, all sequences have the degree of the class or a smaller one.
     """
-    load_left = -1
+    queue, classes, weight, ready, parked = (
+        packing.queue, packing.classes, packing.weight, packing.ready, packing.parked,
+    )  # fmt: skip
+    early_left = load_left = -1
     if ready.size[chosen] > 0:
-        load_left = classes.limit[chosen] - LOAD_OFFSET - top_key(ready, chosen)
+        load = LOAD_OFFSET + top_key(ready, chosen)
+        early_left, load_left = packing.early[chosen] - load, classes.limit[chosen] - load
     tokens_left = -1
     if parked.size[chosen] > 0:
         tokens_left = -top_key(parked, chosen)
@@ -292,7 +306,8 @@ def _wake(
     while low < high:
         middle = (low + high) >> 1
         length = queue.length[middle]
-        if weight_of(weight, length) <= load_left or _padded(length, classes.chunks[chosen]) <= tokens_left:
+        most = early_left if middle < split else load_left
+        if weight_of(weight, length) <= most or _padded(length, classes.chunks[chosen]) <= tokens_left:
             high = middle
         else:
             low = middle + 1

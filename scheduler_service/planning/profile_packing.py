@@ -5,6 +5,11 @@ integer. A microbatch of size z seconds gives a group of g ranks the limit z·g;
 longest waiting sequence must fit: where z is less than it costs on the whole pool, the microbatch is as large as that.
 What fits is placed by the rules of `packing`.
 
+Long sequences cost attention, short ones tokens. Taken strictly by length, the first microbatches would be all
+attention and the last all tokens, which the token budget makes small, whatever their size should be. So the sequences
+are split in two: those before the split, together a share of all cost, fill each microbatch to that share of its
+size only, and those behind it fill the rest.
+
 Sizes are scaled to what still waits, so that a microbatch that stays below its size leaves the rest to the next ones,
 not to one more at the end.
 """
@@ -49,6 +54,10 @@ class Packed(NamedTuple):
     groups: GroupLoads
     limit: LongColumn
     """Most Σ w(s) of a group in each microbatch, (microbatches, degrees)."""
+    early: LongColumn
+    """The same for sequences before the split."""
+    split: int
+    """Tokens of the longest sequence behind the split."""
 
     @property
     def columns(self) -> Columns:
@@ -75,17 +84,25 @@ def pack_to_target(queue: Queue, pool: Pool, target: LoadTarget) -> Packed:
     classes = degree_classes(pool, target)
     packing = new_packing(queue, pool.ranks, classes)
     groups = _group_loads(packing, pool, pack_all(packing, pool.ranks))
-    return Packed(packing, groups, np.broadcast_to(classes.limit, (int(groups.microbatch[-1]) + 1, len(classes.limit))))
+    limit = np.broadcast_to(classes.limit, (int(groups.microbatch[-1]) + 1, len(classes.limit)))
+    return Packed(packing, groups, limit, limit, int(queue.length[0]))
 
 
 def pack_to_profile(
-    queue: Queue, pool: Pool, weight: Weight, sizes: Seconds, slack: float, cap: int | None = None
+    queue: Queue,
+    pool: Pool,
+    weight: Weight,
+    sizes: Seconds,
+    *,
+    slack: float,
+    early_share: float = 0.0,
+    cap: int | None = None,
 ) -> Packed | None:
     """Pack the queue, which must fit the pool, into microbatches of `sizes`, the largest first.
 
     `sizes`: (microbatches,); only their ratios count. Each is widened by `slack`, for no packing is perfect. Degrees
-    go up to `cap`. None where the work does not go into that many microbatches and a few more: the token budget
-    leaves too much to the last ones.
+    go up to `cap`. Sequences before the split make up `early_share` of all cost. None where the work does not go
+    into that many microbatches and a few more: the token budget leaves too much to the last ones.
     """
     degrees = [degree for degree in pool.degrees if degree <= (cap or pool.ranks)]
     capacity = np.array([pool.capacity(degree) for degree in degrees], np.int64)
@@ -97,57 +114,92 @@ def pack_to_profile(
         longest=np.empty_like(capacity),
     )
     packing = new_packing(queue, pool.ranks, classes, weight)
-    limit = np.empty((len(sizes) + 2 + len(sizes) // 8, len(capacity)), np.int64)
-    microbatches, groups = _pack(packing, pool.ranks, sizes, 1.0 + slack, limit)
+    limit, early = np.empty((2, len(sizes) + 2 + len(sizes) // 8, len(capacity)), np.int64)
+    microbatches, groups, split = _pack(packing, pool.ranks, sizes, 1.0 + slack, early_share, limit, early)
     if microbatches < 0:
         return None
-    return Packed(packing, _group_loads(packing, pool, groups), limit[:microbatches])
+    behind = int(queue.length[split]) if split < len(queue.length) else 0
+    loads = _group_loads(packing, pool, groups)
+    return Packed(packing, loads, limit[:microbatches], early[:microbatches], behind)
 
 
 @compiled
-def _pack(packing: Packing, ranks: int, sizes: Seconds, margin: float, limit: LongColumn) -> tuple[int, int]:
-    """Fills `limit`; the number of microbatches, −1 where there are more than `limit` has rows, and of groups."""
+def _pack(
+    packing: Packing,
+    ranks: int,
+    sizes: Seconds,
+    margin: float,
+    early_share: float,
+    limit: LongColumn,
+    early: LongColumn,
+) -> tuple[int, int, int]:
+    """Fills `limit` and `early`. The number of microbatches, −1 where the rows do not do; of groups; the split."""
     lengths = packing.queue.length
     left = 0.0  # a sum of this many weights can pass 64 bits; one added after the other, it is the same everywhere
     for length in lengths:
         left += weight_of(packing.weight, length)
+    split = _split(packing, early_share * left)
     sizes_left = sizes.sum()
 
     microbatch, groups, first = 0, 0, 0
     while first < len(lengths):
         if microbatch == len(limit):
-            return -1, groups
+            return -1, groups, split
         size = left / ranks
         if microbatch < len(sizes) - 1:
             size *= sizes[microbatch] / sizes_left
             sizes_left -= sizes[microbatch]
-        _set_limits(packing, lengths[first], size * margin)
+        _set_limits(packing, first, size * margin, early_share, split)
         limit[microbatch] = packing.classes.limit
+        early[microbatch] = packing.early
         set_begins(packing, first)
-        opened = fill_microbatch(packing, ranks, microbatch, first, groups)
+        opened = fill_microbatch(packing, ranks, microbatch, first, groups, split)
         for group in range(opened):
             left -= packing.groups.load[group]
         left = max(left, 0.0)
         groups += opened
         microbatch += 1
         first = next_waiting(packing.queue.waiting, first)
-    return microbatch, groups
+    return microbatch, groups, split
 
 
 @compiled
-def _set_limits(packing: Packing, longest: int, size: float) -> None:
-    """Set the limits and the longest sequences of all classes for a microbatch whose first sequence is `longest`."""
-    classes, weight = packing.classes, packing.weight
+def _split(packing: Packing, early: float) -> int:
+    """First position behind the longest sequences that weigh `early` together; equal lengths stay together."""
+    lengths = packing.queue.length
+    position = 0
+    while position < len(lengths) and early > 0.0:
+        early -= weight_of(packing.weight, lengths[position])
+        position += 1
+    while 0 < position < len(lengths) and lengths[position] == lengths[position - 1]:
+        position += 1
+    return position
+
+
+@compiled
+def _set_limits(packing: Packing, first: int, size: float, early_share: float, split: int) -> None:
+    """Set the limits and the longest sequences of all classes for a microbatch whose first sequence is at `first`."""
+    classes, weight, lengths = packing.classes, packing.weight, packing.queue.length
+    longest = lengths[first]
     most = len(classes.degree) - 1
     while classes.capacity[most] < longest:
         most -= 1
-    size = max(size, weight_of(weight, longest) / classes.degree[most])
+    least = weight_of(weight, longest) / classes.degree[most]
+    size = max(size, least)
+    early = max(size * early_share, least)
+    behind = lengths[split] if split < len(lengths) else 0
     so_far = 0
     for row in range(len(classes.degree)):
         classes.limit[row] = int(min(float(MOST_LOAD), size * classes.degree[row]))
+        packing.early[row] = int(min(float(MOST_LOAD), early * classes.degree[row]))
         if row == most:  # whatever rounding did
             classes.limit[row] = max(classes.limit[row], weight_of(weight, longest))
-        so_far = max(so_far, min(_longest_of(weight, classes.limit[row], longest), classes.capacity[row]))
+            packing.early[row] = max(packing.early[row], weight_of(weight, longest))
+        own = max(
+            _longest_of(weight, packing.early[row], longest),
+            min(behind, _longest_of(weight, classes.limit[row], longest)),
+        )
+        so_far = max(so_far, min(own, classes.capacity[row]))
         classes.longest[row] = so_far
 
 

@@ -29,14 +29,14 @@ class _Rules:
     """What a group of one microbatch may hold."""
 
     pool: Pool
-    limit: Callable[[int], int]
-    """Most load of a group of this degree."""
+    limit: Callable[[int, int], int]
+    """Most load of a group of this degree with a sequence of this length."""
     weight: Callable[[int], int]
 
     def feasible(self, length: int, group: _Group) -> bool:
         tokens = group.tokens + self.pool.padded(length, group.degree)
         load = group.load + self.weight(length)
-        return tokens <= self.pool.capacity(group.degree) and load <= self.limit(group.degree)
+        return tokens <= self.pool.capacity(group.degree) and load <= self.limit(group.degree, length)
 
     def degree(self, length: int) -> int:
         return next(k for k in self.pool.degrees if self.feasible(length, _Group(0, k)))
@@ -44,13 +44,13 @@ class _Rules:
 
 def pack_linearly(batch: Batch, pool: Pool, target: LoadTarget) -> Columns:
     """Microbatch, start and degree of every sequence, by the rules of piggyback packing."""
-    return pack_to_limits_linearly(batch, pool, lambda _, degree: target.limit(degree), lambda length: length**2)
+    return pack_to_limits_linearly(batch, pool, lambda _, degree, __: target.limit(degree), lambda length: length**2)
 
 
 def pack_to_limits_linearly(
-    batch: Batch, pool: Pool, limit: Callable[[int, int], int], weight: Callable[[int], int]
+    batch: Batch, pool: Pool, limit: Callable[[int, int, int], int], weight: Callable[[int], int]
 ) -> Columns:
-    """The same where a sequence of s tokens weighs weight(s), and a group of each microbatch holds limit(k, degree)."""
+    """The same where s tokens weigh weight(s) and fill a group of microbatch k up to limit(k, degree, s)."""
     microbatch, start, degree = (np.zeros(len(batch), np.int32) for _ in range(3))
     waiting = sorted(range(len(batch)), key=lambda i: (-batch.lengths[i], i))
     current = 0

@@ -31,8 +31,17 @@ Seconds = npt.NDArray[np.float64]
 COUNTS = 12
 """How many microbatch counts are screened by one pipeline."""
 
-PACKED = ((0, 0.01), (0, 0.02), (0, 0.04), (1, 0.02))
-"""What is packed: rank of the count in the screening, and slack of the sizes."""
+PACKED = (
+    (0, 0.02, 0.0), (1, 0.04, 0.0), (0, 0.04, 0.0), (0, 0.01, 0.5),
+    (1, 0.01, 0.5), (0, 0.01, 0.0), (2, 0.02, 0.0), (1, 0.01, 0.7),
+    (2, 0.01, 0.5), (0, 0.04, 0.5), (2, 0.04, 0.0), (3, 0.01, 0.5),
+)  # fmt: skip
+"""What is packed: rank of the count in the screening, slack of the sizes, share of the cost before the split."""
+
+ALWAYS_PACKED = 4
+"""So many of them for any batch; the smaller the batch, the more."""
+
+_SEQUENCES_FOR_MORE = 64_000
 
 _LONGEST = 256
 """So many of the longest sequences are looked at for what the largest microbatches must hold."""
@@ -65,11 +74,11 @@ def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
         profiles = sorted(
             (best_profile(shape, count, needs) for count in _counts(batch, pool, shape)), key=lambda found: found.span_s
         )
-        for rank, slack in PACKED:
+        for rank, slack, early_share in PACKED[: ALWAYS_PACKED + _SEQUENCES_FOR_MORE // len(batch)]:
             if rank >= len(profiles):
                 continue
             sizes = np.sort(profiles[rank].sizes)[::-1].copy()
-            found = pack_to_profile(queue, pool, weight, sizes, slack, cap)
+            found = pack_to_profile(queue, pool, weight, sizes, slack=slack, early_share=early_share, cap=cap)
             if found is None:
                 continue
             place = _places(found, profiles[rank], shape, needs, pool, config.cost)

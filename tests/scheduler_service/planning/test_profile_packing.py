@@ -14,13 +14,13 @@ from scheduler_service.simulation import group_loads
 from tests.support.problems import Problem, problem, problems
 
 
-def check(posed: Problem, sizes: list[float], slack: float) -> bool:
+def check(posed: Problem, sizes: list[float], slack: float, early_share: float) -> bool:
     """Whether it packed; if so, equal to the reference with the same limits, verified, and its loads the plan's."""
     batch, pool, cost, _ = posed
     if memory_degree(batch.longest, pool) is None:
         return False
     weight = cost_weight(cost, batch.longest)
-    packed = pack_to_profile(queue_of(batch), pool, weight, np.array(sizes), slack)
+    packed = pack_to_profile(queue_of(batch), pool, weight, np.array(sizes), slack=slack, early_share=early_share)
     if packed is None:
         return False
 
@@ -28,8 +28,12 @@ def check(posed: Problem, sizes: list[float], slack: float) -> bool:
         return (weight.quadratic * length + weight.linear) * length >> weight.shift
 
     assert weigh(batch.longest) <= MOST_LOAD
-    limits = [dict(zip(pool.degrees, row, strict=True)) for row in packed.limit.tolist()]
-    reference = pack_to_limits_linearly(batch, pool, lambda k, degree: limits[k][degree], weigh)
+
+    def limit(microbatch: int, degree: int, length: int) -> int:
+        rows = packed.limit if length <= packed.split else packed.early
+        return int(rows[microbatch, pool.degrees.index(degree)])
+
+    reference = pack_to_limits_linearly(batch, pool, limit, weigh)
     for name in reference._fields:
         np.testing.assert_array_equal(getattr(packed.columns, name), getattr(reference, name), name)
 
@@ -50,23 +54,28 @@ def test_equals_the_linear_reference_on_random_and_adversarial_batches(seed: int
         posed = problem(rng)
         fewest = -(-posed.batch.tokens // (posed.pool.ranks * posed.pool.token_budget))
         sizes = np.sort(rng.random(int(rng.integers(1, 4)) * fewest + 3) + 0.01)[::-1]
-        packed += check(posed, sizes.tolist(), float(rng.choice([0, 0.02, 0.5])))
+        packed += check(posed, sizes.tolist(), float(rng.choice([0, 0.02, 0.5])), float(rng.choice([0, 0.3, 0.6])))
     assert packed >= 250
 
 
 @settings(max_examples=150, deadline=None)
-@given(problems(), st.lists(st.floats(1e-3, 1), min_size=1, max_size=12), st.sampled_from([0.0, 0.02, 1.0]))
+@given(
+    problems(),
+    st.lists(st.floats(1e-3, 1), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.02, 1.0]),
+    st.sampled_from([0.0, 0.5]),
+)
 def test_equals_the_linear_reference_on_batches_that_hypothesis_finds(
-    posed: Problem, sizes: list[float], slack: float
+    posed: Problem, sizes: list[float], slack: float, early_share: float
 ) -> None:
-    check(posed, sorted(sizes, reverse=True), slack)
+    check(posed, sorted(sizes, reverse=True), slack, early_share)
 
 
 def test_microbatches_take_the_sizes_that_are_asked_for() -> None:
     batch = Batch(np.clip(np.random.default_rng(0).lognormal(5, 1.2, 20_000), 1, 4000).astype(int))
     pool, cost = Pool(16, 1_000_000), CostModel(theta=1e-8, tau=1e-5)
     sizes = np.array([8.0, 4.0, 2.0, 1.0])
-    packed = pack_to_profile(queue_of(batch), pool, cost_weight(cost, batch.longest), sizes, 0.0)
+    packed = pack_to_profile(queue_of(batch), pool, cost_weight(cost, batch.longest), sizes, slack=0.0)
     assert packed is not None
     seconds = 3.5 * cost.theta * packed.groups.load + 3 * cost.tau * packed.groups.tokens
     taken = np.bincount(packed.groups.microbatch, seconds * packed.groups.degree)[:4] / pool.ranks
@@ -75,7 +84,7 @@ def test_microbatches_take_the_sizes_that_are_asked_for() -> None:
 
 def test_gives_up_where_the_token_budget_needs_many_more_microbatches() -> None:
     batch, pool = Batch([10] * 400), Pool(4, 10)
-    assert pack_to_profile(queue_of(batch), pool, cost_weight(CostModel(), 10), np.ones(8), 0.0) is None
+    assert pack_to_profile(queue_of(batch), pool, cost_weight(CostModel(), 10), np.ones(8), slack=0.0) is None
 
 
 def test_a_weight_is_proportional_to_the_cost() -> None:
