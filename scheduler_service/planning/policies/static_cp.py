@@ -13,17 +13,13 @@ batch, which a real job, whose degree is fixed before it sees its data, rarely h
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-
 import numpy as np
 
 from scheduler_service.domain import Batch, InvalidInputError, Plan, Pool, Reason
 from scheduler_service.planning.feasibility import fits, require_fit
+from scheduler_service.planning.packs import Packs, best_fit
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.simulation import forecast
-
-Packs = list[list[int]]
-"""Ids of the sequences of each pack, longest first."""
 
 
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
@@ -32,13 +28,13 @@ def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     Raises `InfeasibleError` where no degree holds the longest sequence, and `InvalidInputError` where the pool has
     no groups of `config.cap` ranks. Cost: O(N log N) per degree and one forecast each.
     """
-    plans = [_plan_at(degree, batch, pool, config) for degree in _usable_degrees(batch, pool, config.cap)]
+    plans = [_plan_at(degree, batch, pool, config) for degree in usable_degrees(batch, pool, config.cap)]
     if len(plans) == 1:
         return plans[0]
     return min(plans, key=lambda candidate: forecast(candidate, batch).iteration_s)
 
 
-def _usable_degrees(batch: Batch, pool: Pool, given: int | None) -> list[int]:
+def usable_degrees(batch: Batch, pool: Pool, given: int | None) -> list[int]:
     """Degrees that hold the longest sequence, ascending; only the given one where it does."""
     if given is not None and given not in pool.degrees:
         raise InvalidInputError(
@@ -63,25 +59,13 @@ def _plan_at(degree: int, batch: Batch, pool: Pool, config: PlanningConfig) -> P
 
 
 def _pack(batch: Batch, pool: Pool, degree: int) -> Packs:
-    """Best fit decreasing: each sequence goes to the fullest pack that still has room, the oldest on a tie."""
+    """Best fit decreasing, the longest sequence of each pack first."""
     nine_tenths = 9 * degree * pool.token_budget // 10
     capacity = min(pool.capacity(degree), max(nine_tenths, pool.padded(batch.longest, degree)))
     order = np.argsort(-batch.lengths, kind="stable")
     chunks = pool.chunks(degree)
     padded = -(-batch.lengths[order] // chunks) * chunks
-
-    packs: Packs = []
-    rooms: list[tuple[int, int]] = []  # (tokens left, pack), ascending
-    for sequence, tokens in zip(order.tolist(), padded.tolist(), strict=True):
-        best = bisect_left(rooms, (tokens, 0))
-        if best == len(rooms):
-            room, pack = capacity, len(packs)
-            packs.append([])
-        else:
-            room, pack = rooms.pop(best)
-        packs[pack].append(sequence)
-        insort(rooms, (room - tokens, pack))
-    return packs
+    return best_fit(zip(order.tolist(), padded.tolist(), strict=True), capacity)
 
 
 def _fill_last_microbatch(packs: Packs, groups: int) -> Packs:
