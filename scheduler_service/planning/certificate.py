@@ -8,6 +8,7 @@ bounded for every M.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +76,7 @@ class _Ramp(NamedTuple):
         return _Ramp(*(np.append(0.0, np.cumsum(column)) for column in self))
 
 
+@lru_cache(maxsize=64)
 def _ramp(steps: int, stages: int, overhead: float, ratio: float) -> _Ramp:
     """x_k = (z + Σ_{k−p<j<k} (o + ratio·x_j))/(p−1): never falling with k."""
     at_zero, per_z = np.zeros(steps), np.zeros(steps)

@@ -47,6 +47,10 @@ LongColumn = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 
+ROOM_OF_THE_LAST = 2.0
+"""The last microbatch is to take all that is left. Its limit does not shape it: the least loaded group is filled."""
+
+
 class Packed(NamedTuple):
     """A finished packing."""
 
@@ -149,6 +153,8 @@ def _pack(
         if microbatch < len(sizes) - 1:
             size *= sizes[microbatch] / sizes_left
             sizes_left -= sizes[microbatch]
+        else:
+            size *= ROOM_OF_THE_LAST
         _set_limits(packing, first, size * margin, early_share, split)
         limit[microbatch] = packing.classes.limit
         early[microbatch] = packing.early

@@ -25,6 +25,9 @@ Seconds = npt.NDArray[np.float64]
 ENDS = np.array([0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0])
 """Sizes of the first and of the last microbatch that are tried, as shares of the mean size."""
 
+FINER = np.array([0.75, 0.87, 1.15, 1.33])
+"""Factors by which each end is varied at last."""
+
 _HALVINGS = 14
 _ROUNDS = 2
 
@@ -58,8 +61,7 @@ def best_profile(shape: Shape, microbatches: int, needs: Seconds) -> Profile:
     """
     if shape.stages == 1:
         return profile(shape, microbatches, needs, (1.0, 1.0))
-    first, last = _best_ends(shape, ENDS, needs, np.empty(microbatches))
-    return profile(shape, microbatches, needs, (float(ENDS[first]), float(ENDS[last])))
+    return profile(shape, microbatches, needs, _best_ends(shape, ENDS, FINER, needs, np.empty(microbatches)))
 
 
 def profile(shape: Shape, microbatches: int, needs: Seconds, ends: tuple[float, float]) -> Profile:
@@ -70,21 +72,24 @@ def profile(shape: Shape, microbatches: int, needs: Seconds, ends: tuple[float, 
 
 
 @compiled
-def _best_ends(shape: Shape, ends: Seconds, needs: Seconds, sizes: Seconds) -> tuple[int, int]:
-    """Rows of the best first and last size: line search in turns, from the middle of the grid."""
-    first = last = len(ends) // 2
+def _best_ends(shape: Shape, ends: Seconds, finer: Seconds, needs: Seconds, sizes: Seconds) -> tuple[float, float]:
+    """The best first and last size: line search in turns, from the middle of the grid, then between its points."""
+    first = last = ends[len(ends) // 2]
     best = np.inf
-    for _ in range(_ROUNDS):
-        for row in range(len(ends)):
-            _fill_profile(shape, ends[first], ends[row], needs, sizes)
+    for step in range(_ROUNDS + 1):
+        rows = finer if step == _ROUNDS else ends
+        scale = last if step == _ROUNDS else 1.0
+        for row in rows:
+            _fill_profile(shape, first, row * scale, needs, sizes)
             span = mean_span(shape, sizes)
             if span < best:
-                best, last = span, row
-        for row in range(len(ends)):
-            _fill_profile(shape, ends[row], ends[last], needs, sizes)
+                best, last = span, row * scale
+        scale = first if step == _ROUNDS else 1.0
+        for row in rows:
+            _fill_profile(shape, row * scale, last, needs, sizes)
             span = mean_span(shape, sizes)
             if span < best:
-                best, first = span, row
+                best, first = span, row * scale
     return first, last
 
 

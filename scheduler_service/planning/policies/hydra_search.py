@@ -32,16 +32,15 @@ COUNTS = 12
 """How many microbatch counts are screened by one pipeline."""
 
 PACKED = (
-    (0, 0.02, 0.0), (1, 0.04, 0.0), (0, 0.04, 0.0), (0, 0.01, 0.5),
-    (1, 0.01, 0.5), (0, 0.01, 0.0), (2, 0.02, 0.0), (1, 0.01, 0.7),
-    (2, 0.01, 0.5), (0, 0.04, 0.5), (2, 0.04, 0.0), (3, 0.01, 0.5),
+    (0, 0.01, 0.0), (1, 0.01, 0.0), (2, 0.01, 0.0), (0, 0.01, 0.5), (3, 0.01, 0.0), (1, 0.01, 0.5),
+    (2, 0.01, 0.5), (3, 0.01, 0.5), (2, 0.01, 0.7), (0, 0.03, 0.0), (1, 0.01, 0.7), (0, 0.03, 0.5),
 )  # fmt: skip
 """What is packed: rank of the count in the screening, slack of the sizes, share of the cost before the split."""
 
-ALWAYS_PACKED = 4
+ALWAYS_PACKED = 5
 """So many of them for any batch; the smaller the batch, the more."""
 
-_SEQUENCES_FOR_MORE = 64_000
+_SEQUENCES_FOR_MORE = 60_000
 
 _LONGEST = 256
 """So many of the longest sequences are looked at for what the largest microbatches must hold."""
