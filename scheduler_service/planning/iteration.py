@@ -8,7 +8,15 @@ from types import MappingProxyType
 
 from scheduler_service.domain import Batch, CostModel, InvalidInputError, Plan, Pool, Reason
 from scheduler_service.planning.certificate import lower_bound_s
-from scheduler_service.planning.policies import bytescale, hydra, hydra_search, megatron, megatron_hybrid, static_cp
+from scheduler_service.planning.policies import (
+    bytescale,
+    hydra,
+    hydra_search,
+    megatron,
+    megatron_hybrid,
+    static_cp,
+    wlb_llm,
+)
 from scheduler_service.planning.policy import PlanningConfig, Policy
 from scheduler_service.planning.verify import verify_plan
 from scheduler_service.simulation import forecast
@@ -21,6 +29,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "megatron": megatron.plan,
         "megatron_hybrid": megatron_hybrid.plan,
         "bytescale": bytescale.plan,
+        "wlb_llm": wlb_llm.plan,
     }
 )
 """The scheduling systems by name."""
