@@ -12,6 +12,7 @@ The candidates depend on the input alone, never on the clock: the same input giv
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -53,41 +54,42 @@ class Candidate(NamedTuple):
     packed: Packed
     place: npt.NDArray[np.int32]
     """Microbatch of the plan for each one that was packed."""
-    target: float
-    cap: int
 
 
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     """Plan `batch`: the fastest of a fixed list of candidates, by the simple cost model."""
     target = choose_target(batch, pool, config.cost, config.cap)
     queue = queue_of(batch)
-    packed = pack_to_target(queue, pool, target)
-    unmoved = np.arange(len(packed.limit), dtype=np.int32)
-    best = Candidate(_span(packed, unmoved, pool, config.cost), packed, unmoved, target.load, target.cap)
-
-    shape = _shape(batch, pool, config.cost)
-    if shape.work_s > 0:
-        cap = target.cap if config.cap else None
-        weight = cost_weight(config.cost, batch.longest)
-        needs = _needs(queue, pool, config.cost, cap)
-        profiles = sorted(
-            (best_profile(shape, count, needs) for count in _counts(batch, pool, shape)), key=lambda found: found.span_s
-        )
-        for rank, slack, early_share in PACKED[: ALWAYS_PACKED + _SEQUENCES_FOR_MORE // len(batch)]:
-            if rank >= len(profiles):
-                continue
-            sizes = np.sort(profiles[rank].sizes)[::-1].copy()
-            found = pack_to_profile(queue, pool, weight, sizes, slack=slack, early_share=early_share, cap=cap)
-            if found is None:
-                continue
-            place = _places(found, profiles[rank], shape, needs, pool, config.cost)
-            span = _span(found, place, pool, config.cost)
-            if span < best.span_s:
-                best = Candidate(span, found, place, 0.0, cap or 0)
+    best = hydra = _candidate(pack_to_target(queue, pool, target), pool, config.cost)
+    cap = target.cap if config.cap else None
+    for candidate in _ramped(batch, queue, pool, config.cost, cap):
+        if candidate.span_s < best.span_s:
+            best = candidate
 
     microbatch, start, degree = best.packed.columns
     columns = (best.place[microbatch], start, degree)
-    return new_plan("hydra_search", batch, pool, config, columns, target=best.target, cap=best.cap)
+    if best is hydra:
+        return new_plan("hydra_search", batch, pool, config, columns, target=target.load, cap=target.cap)
+    return new_plan("hydra_search", batch, pool, config, columns, cap=cap or 0)
+
+
+def _ramped(batch: Batch, queue: Queue, pool: Pool, cost: CostModel, cap: int | None) -> Iterator[Candidate]:
+    """The packings of `PACKED`, one at a time: each holds as much memory as a plan."""
+    shape = _shape(batch, pool, cost)
+    if shape.work_s == 0:
+        return
+    weight = cost_weight(cost, batch.longest)
+    needs = _needs(queue, pool, cost, cap)
+    profiles = [best_profile(shape, count, needs) for count in _counts(batch, pool, shape)]
+    profiles.sort(key=lambda found: found.span_s)
+    for rank, slack, early_share in PACKED[: ALWAYS_PACKED + _SEQUENCES_FOR_MORE // len(batch)]:
+        if rank < len(profiles):
+            sizes = np.sort(profiles[rank].sizes)[::-1].copy()
+            packed = pack_to_profile(queue, pool, weight, sizes, slack=slack, early_share=early_share, cap=cap)
+            if packed is not None:
+                # The packing may have needed a few more microbatches, or fewer.
+                wanted = profile(shape, len(packed.limit), needs, profiles[rank].ends)
+                yield _candidate(packed, pool, cost, wanted)
 
 
 def _shape(batch: Batch, pool: Pool, cost: CostModel) -> Shape:
@@ -118,24 +120,16 @@ def _counts(batch: Batch, pool: Pool, shape: Shape) -> list[int]:
     return sorted({-(-count // multiple) * multiple for count in counts})
 
 
-def _places(
-    packed: Packed, wanted: Profile, shape: Shape, needs: Seconds, pool: Pool, cost: CostModel
-) -> npt.NDArray[np.int32]:
-    """The largest microbatch goes where the profile is largest, and so on."""
+def _candidate(packed: Packed, pool: Pool, cost: CostModel, wanted: Profile | None = None) -> Candidate:
+    """Replay a packing, its microbatches in the places of their sizes in the profile, or unmoved."""
     count = len(packed.limit)
     forward, backward = microbatch_times(packed.groups, pool, cost, count)
-    taken = forward.mean(axis=0) + backward.mean(axis=0)
-    if count != len(wanted.sizes):
-        wanted = profile(shape, count, needs, wanted.ends)
-    place = np.empty(count, np.int32)
-    place[np.argsort(-taken, kind="stable")] = np.argsort(-wanted.sizes, kind="stable")
-    return place
-
-
-def _span(packed: Packed, place: npt.NDArray[np.int32], pool: Pool, cost: CostModel) -> float:
-    """Seconds of the slowest pipeline. Empty microbatches that fill up the pool's multiple come last."""
-    count = -(-len(place) // pool.microbatch_multiple) * pool.microbatch_multiple
-    order = np.arange(count)
-    order[place] = np.arange(len(place))
-    forward, backward = microbatch_times(packed.groups, pool, cost, count)
-    return float(pipeline_spans(forward[:, order], backward[:, order], pool.stages).max())
+    place = np.arange(count, dtype=np.int32)
+    if wanted is not None:
+        taken = forward.mean(axis=0) + backward.mean(axis=0)
+        place[np.argsort(-taken, kind="stable")] = np.argsort(-wanted.sizes, kind="stable")
+    order = np.argsort(place)
+    # Empty microbatches that fill up the pool's multiple come last.
+    empty = ((0, 0), (0, -count % pool.microbatch_multiple))
+    forward, backward = (np.pad(t[:, order], empty, constant_values=cost.overhead) for t in (forward, backward))
+    return Candidate(float(pipeline_spans(forward, backward, pool.stages).max()), packed, place)
