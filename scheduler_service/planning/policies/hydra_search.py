@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,9 @@ Seconds = npt.NDArray[np.float64]
 
 COUNTS = 12
 """How many microbatch counts are screened by one pipeline."""
+
+MOST_SCREENED = 4096
+"""Microbatches of all screened counts together."""
 
 PACKED = (
     (0, 0.01, 0.0), (1, 0.01, 0.0), (2, 0.01, 0.0), (0, 0.01, 0.5), (3, 0.01, 0.0), (1, 0.01, 0.5),
@@ -117,7 +121,11 @@ def _counts(batch: Batch, pool: Pool, shape: Shape) -> list[int]:
     multiple = pool.microbatch_multiple
     # In integers: a power would differ in its last bit between machines. Close together where there are few.
     counts = (fewest + (most - fewest) * step**2 // (COUNTS - 1) ** 2 for step in range(COUNTS))
-    return sorted({-(-count // multiple) * multiple for count in counts})
+    aligned = sorted({-(-count // multiple) * multiple for count in counts})
+    # Screening costs as much as there are microbatches, and where there are thousands, hardly any bubble is left.
+    return [
+        count for count, total in zip(aligned, accumulate(aligned), strict=True) if total <= MOST_SCREENED
+    ] or aligned[:1]
 
 
 def _candidate(packed: Packed, pool: Pool, cost: CostModel, wanted: Profile | None = None) -> Candidate:

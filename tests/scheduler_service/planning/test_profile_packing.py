@@ -95,3 +95,17 @@ def test_a_weight_is_proportional_to_the_cost() -> None:
     assert weigh[1] / weigh[0] == pytest.approx(seconds[1] / seconds[0], rel=1e-4)
     assert cost_weight(CostModel(theta=0.0), 100).quadratic == 0
     assert cost_weight(CostModel(tau=0.0), 100).linear == 0
+
+
+def test_sequences_before_the_split_leave_their_share_of_every_microbatch_to_those_behind() -> None:
+    """One rank, two microbatches of 90 tokens each: 40, 40, 40, 10 × 6."""
+    queue, pool = queue_of(Batch([40, 40, 40, *[10] * 6])), Pool(1, 1000)
+    by_tokens = cost_weight(CostModel(theta=0.0), 40)
+    by_length = pack_to_profile(queue, pool, by_tokens, np.ones(2), slack=0.0)
+    assert by_length is not None
+    assert by_length.columns.microbatch.tolist() == [0, 0, 1, *[0], *[1] * 5]
+    mixed = pack_to_profile(queue, pool, by_tokens, np.ones(2), slack=0.0, early_share=0.6)
+    assert mixed is not None
+    # 0.6 of 90 holds one 40; five 10s fill the rest. The last microbatch takes all that is left.
+    assert mixed.split == 10
+    assert mixed.columns.microbatch.tolist() == [0, 1, 1, *[0] * 5, 1]
