@@ -10,6 +10,7 @@ from scheduler_service.domain import Batch, CostModel, InvalidInputError, Plan, 
 from scheduler_service.planning.certificate import lower_bound_s
 from scheduler_service.planning.policies import (
     bytescale,
+    flexsp,
     hydra,
     hydra_search,
     megatron,
@@ -30,6 +31,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "megatron_hybrid": megatron_hybrid.plan,
         "bytescale": bytescale.plan,
         "wlb_llm": wlb_llm.plan,
+        "flexsp": flexsp.plan,
     }
 )
 """The scheduling systems by name."""
