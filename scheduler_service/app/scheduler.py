@@ -416,7 +416,7 @@ class Scheduler:
         self.events.add(
             "plan_ready",
             f"{iteration.label}: {header.sequences:,} sequences in {header.microbatches} microbatches, planned in "
-            f"{now - began:.3f} s",
+            f"{1e3 * header.plan_s:.1f} ms, ready {1e3 * (now - began):.1f} ms after the last shard",
             job=job.name,
             stream=iteration.stream,
             iteration=iteration.number,

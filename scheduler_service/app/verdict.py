@@ -27,6 +27,7 @@ class Condition(StrEnum):
     FALLING_BACK = "falling back"
     FAILING = "failing"
     SILENT = "silent"
+    IDLE = "idle"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Verdict:
 def judge(now: float, last_seen_at: float, iterations: Sequence[IterationRecord]) -> Verdict:
     """The verdict over a job's training iterations, newest first."""
     if now - last_seen_at > SILENT_AFTER_S:
-        return Verdict(Condition.SILENT, f"silent: no agent has called for {now - last_seen_at:.0f} s")
+        return _without_calls(now - last_seen_at, iterations)
     if iterations and iterations[0].state is IterationState.FAILED and iterations[0].failure:
         newest = iterations[0]
         return Verdict(
@@ -57,23 +58,35 @@ def judge(now: float, last_seen_at: float, iterations: Sequence[IterationRecord]
             f"falling back: {len(fell_back)} of the last {len(executed)} iterations ran on plans that the ranks made "
             f"themselves, last iteration {latest.iteration}: {latest.fallback_reason}",
         )
-    if 1 < len(executed) < LOOK_BACK:
-        executed = executed[:-1]  # the first one has no earlier iteration to be planned behind
-    waited = [one for one in executed if (one.plan_wait_s or 0) > NOTICEABLE_SHARE * (one.measured_s or 0)]
+    # A job's first iteration has no earlier one to be planned behind.
+    judged = executed if len(executed) == LOOK_BACK else executed[:-1]
+    waited = [one for one in judged if (one.plan_wait_s or 0) > NOTICEABLE_SHARE * (one.measured_s or 0)]
     if waited:
         worst = max(waited, key=lambda one: one.plan_wait_s or 0)
         return Verdict(
             Condition.BEHIND,
-            f"behind: ranks waited for {len(waited)} of the last {len(executed)} plans, longest "
+            f"behind: ranks waited for {len(waited)} of the last {len(judged)} plans, longest "
             f"{worst.plan_wait_s:.3f} s of {worst.measured_s:.3f} s in iteration {worst.iteration}; "
             "submit lengths earlier",
         )
     planned = max((one.iteration for one in iterations if one.digest), default=executed[0].iteration)
-    return Verdict(
-        Condition.AHEAD,
-        f"ahead: iteration {planned} is planned, {executed[0].iteration} has run, and no rank waited for any of the "
-        f"last {len(executed)} plans",
-    )
+    progress = f"iteration {planned} is planned, {executed[0].iteration} has run"
+    if not judged:
+        return Verdict(Condition.STARTING, f"starting: {progress}, too few to judge by")
+    return Verdict(Condition.AHEAD, f"ahead: {progress}, and no rank waited for any of the last {len(judged)} plans")
+
+
+def _without_calls(seconds: float, iterations: Sequence[IterationRecord]) -> Verdict:
+    """A job that has run all it asked for has ended or pauses; one that has not is in trouble."""
+    pending = [one for one in iterations if one.state is not IterationState.EXECUTED]
+    if iterations and not pending:
+        return Verdict(
+            Condition.IDLE,
+            f"idle: every iteration up to {iterations[0].iteration} has run, "
+            f"and no agent has called for {seconds:.0f} s",
+        )
+    waiting = f", with iteration {pending[-1].iteration} {pending[-1].state}" if pending else ""
+    return Verdict(Condition.SILENT, f"silent: no agent has called for {seconds:.0f} s{waiting}")
 
 
 def _starting(iterations: Sequence[IterationRecord]) -> str:

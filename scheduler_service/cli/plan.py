@@ -108,7 +108,11 @@ def _print_summary(plan: Plan, statistics: PlanStatistics, out: Path | None) -> 
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in (
         ("policy", header.policy),
-        ("pool", f"{header.pool.ranks} ranks × {header.pool.token_budget:,} tokens, {header.pool.stages} stages"),
+        (
+            "pool",
+            f"{header.pool.ranks} ranks × {header.pool.token_budget:,} tokens, "
+            f"{header.pool.stages} stage{'s' if header.pool.stages > 1 else ''}",
+        ),
         (
             "batch",
             f"{statistics.sequences:,} sequences, {statistics.tokens:,} tokens, longest {statistics.longest_tokens:,}",

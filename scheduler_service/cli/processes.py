@@ -1,4 +1,4 @@
-"""Child processes of a command: logged to a file, ended with everything that they started."""
+"""Child processes of a command: logged to a file, ended with everything that they started, whatever ends it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Self
 
 from worker_agent.training.lifetime import die_with_parent
 
@@ -63,3 +65,40 @@ class Child:
         log = self.log.read_text(errors="replace").splitlines()
         end = next((n + 1 for n, line in enumerate(log) if around and around in line), len(log))
         return "\n".join(log[max(0, end - lines) : end])
+
+
+class Interruption:
+    """SIGINT, SIGTERM and SIGHUP as one request to end. Use as a context manager, in the main thread.
+
+    At first a signal raises KeyboardInterrupt where it arrives. After `defer` it is only noted, and `pause` raises:
+    an exception out of a signal handler is lost where Python cannot let it pass (in what runs at a fork, in
+    a finaliser), and it must not cut the ending of children short.
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._requested = self._deferred = False
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in self._SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+        if not self._deferred:
+            raise KeyboardInterrupt
+
+    def defer(self) -> None:
+        """From here on only `pause` raises."""
+        self._deferred = True
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, and raise KeyboardInterrupt if a signal has come."""
+        time.sleep(seconds)
+        if self._requested:
+            raise KeyboardInterrupt

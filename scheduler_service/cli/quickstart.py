@@ -11,14 +11,12 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
@@ -27,7 +25,7 @@ import typer
 from rich.console import Console
 
 from scheduler_service.cli.failures import reported
-from scheduler_service.cli.processes import Child
+from scheduler_service.cli.processes import Child, Interruption
 from scheduler_service.cli.quickstart_report import IterationLine, Summary
 from scheduler_service.domain import Batch, InvalidInputError, Pool, Reason
 from scheduler_service.planning import DEFAULT_POLICY, POLICIES, plan_iteration
@@ -68,10 +66,12 @@ def quickstart(
     options = [f"--iterations={iterations}", f"--batch={batch}", f"--budget={budget}", f"--ep={ep}"]
     options += [f"--policy={policy}"] if policy else []
     console = Console(highlight=False)
-    with _ended_by_signals(), reported():
+    with Interruption() as interruption, reported():
         pool = _checked(workers, budget, ep, batch, policy)
         with _own_folder(output):
-            code = _run(console, output.resolve(), options, pool, policy, context, (grpc_port, http_port), exit_)
+            code = _run(
+                console, interruption, output.resolve(), options, pool, policy, context, (grpc_port, http_port), exit_
+            )
     raise typer.Exit(code)
 
 
@@ -115,6 +115,7 @@ def _own_folder(output: Path) -> Iterator[None]:
 
 def _run(
     console: Console,
+    interruption: Interruption,
     output: Path,
     options: list[str],
     pool: Pool,
@@ -130,27 +131,28 @@ def _run(
         documents = _prepare(console, output, context)
         # Whether the longest can be planned at all: else the run would end at the first batch that holds it.
         plan_iteration(Batch([int(documents.lengths.max())]), pool, policy=policy or DEFAULT_POLICY)
+        interruption.defer()
         with _start_scheduler(output, ports) as scheduler:
-            addresses = _wait_until_ready(scheduler, output / "scheduler.json")
+            addresses = _wait_until_ready(interruption, scheduler, output / "scheduler.json")
             dashboard = f"http://{addresses['http']}"
             _say(console, "scheduler", f"gRPC {addresses['grpc']}, dashboard {dashboard}", scheduler.log)
             with _start_training(output, pool.ranks, addresses["grpc"], job, options) as training:
                 _say(console, "training", f"{pool.ranks} workers: {' '.join(options)}", training.log)
                 service = Service(dashboard, job)
-                lines = _follow(console, training, output / "metrics.jsonl", service)
+                lines = _follow(console, interruption, training, output / "metrics.jsonl", service)
                 code = training.poll()
             if code:
                 console.print(f"\ntraining failed with exit code {code}; the end of {training.log}:", style="bold red")
                 console.print(training.tail(around=LAUNCHER_VERDICT), markup=False, soft_wrap=True)
                 return 1
-            _complete(lines, service, SUMMARY_TIMEOUT_S)
+            _complete(interruption, lines, service, SUMMARY_TIMEOUT_S)
             summary = Summary(lines, dashboard=dashboard, grpc=addresses["grpc"], documents=len(documents))
             (output / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
             console.print()
             for row in summary.rows():
                 console.print(row, soft_wrap=True)
             finished = True
-            return _serve_on(console, scheduler, exit_)
+            return _serve_on(console, interruption, scheduler, exit_)
     except KeyboardInterrupt:
         console.print("\nstopped" if finished else "\nstopped before the end of training")
         return 0 if finished else 130
@@ -200,7 +202,7 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _wait_until_ready(scheduler: Child, ready: Path) -> dict[str, str]:
+def _wait_until_ready(interruption: Interruption, scheduler: Child, ready: Path) -> dict[str, str]:
     end = time.monotonic() + READY_TIMEOUT_S
     while True:
         if scheduler.poll() is not None:
@@ -210,7 +212,7 @@ def _wait_until_ready(scheduler: Child, ready: Path) -> dict[str, str]:
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not there, or half written
             addresses: dict[str, str] = json.loads(ready.read_text())
             return addresses
-        time.sleep(0.05)
+        interruption.pause(0.05)
 
 
 def _start_training(output: Path, workers: int, scheduler: str, job: str, options: list[str]) -> Child:
@@ -241,21 +243,23 @@ class Service:
         return summary["predicted_s"], summary["baselines_s"]
 
 
-def _follow(console: Console, training: Child, metrics: Path, service: Service) -> list[IterationLine]:
+def _follow(
+    console: Console, interruption: Interruption, training: Child, metrics: Path, service: Service
+) -> list[IterationLine]:
     """Print each iteration as the workers finish it, until they are done."""
     lines: list[IterationLine] = []
     console.print()
     for row in IterationLine.heading():
         console.print(row, style="bold", soft_wrap=True)
-    for record in _records(training, metrics):
+    for record in _records(interruption, training, metrics):
         line = IterationLine(record)
-        _complete([line], service, ROW_TIMEOUT_S)
+        _complete(interruption, [line], service, ROW_TIMEOUT_S)
         console.print(line.row(), style="" if line.origin == "service" else "yellow", soft_wrap=True)
         lines.append(line)
     return lines
 
 
-def _records(training: Child, metrics: Path) -> Iterator[dict[str, Any]]:
+def _records(interruption: Interruption, training: Child, metrics: Path) -> Iterator[dict[str, Any]]:
     """Lines of `metrics` as they are written; ends when the workers have ended and nothing is left to read."""
     read = 0
     while True:
@@ -267,10 +271,10 @@ def _records(training: Child, metrics: Path) -> Iterator[dict[str, Any]]:
         read = max(read, whole)
         if ended:
             return
-        time.sleep(0.2)
+        interruption.pause(0.2)
 
 
-def _complete(lines: list[IterationLine], service: Service, timeout_s: float) -> None:
+def _complete(interruption: Interruption, lines: list[IterationLine], service: Service, timeout_s: float) -> None:
     """Ask for predictions until every line has them, the service knows none of the rest, or time is up."""
     end = time.monotonic() + timeout_s
     waiting = [line for line in lines if not line.is_complete]
@@ -283,17 +287,17 @@ def _complete(lines: list[IterationLine], service: Service, timeout_s: float) ->
         if time.monotonic() > end:
             return
         if waiting:
-            time.sleep(0.1)
+            interruption.pause(0.1)
 
 
-def _serve_on(console: Console, scheduler: Child, exit_: bool) -> int:
+def _serve_on(console: Console, interruption: Interruption, scheduler: Child, exit_: bool) -> int:
     """Until Ctrl-C, or not at all. A scheduler that has ended by itself is a failure."""
     if not exit_:
         console.print("\nserving on; Ctrl-C ends it")
     while scheduler.poll() is None:
         if exit_:
             return 0
-        time.sleep(0.2)
+        interruption.pause(0.2)
     console.print(
         f"\nthe scheduler ended with exit code {scheduler.poll()}; the end of {scheduler.log}:", style="bold red"
     )
@@ -304,20 +308,3 @@ def _serve_on(console: Console, scheduler: Child, exit_: bool) -> int:
 def _say(console: Console, what: str, text: str, where: Path) -> None:
     shown = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
     console.print(f"[bold]{what:<10}[/bold] {text}  [dim]{shown}[/dim]", soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as Ctrl-C does: its children are stopped on the way out."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for ended in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(ended, signal.SIG_IGN)  # a second one must not cut the clean-up short
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 BASELINES = ("static_cp", "megatron")
@@ -95,7 +96,7 @@ class Summary:
             "bytes_sent": dict(self.bytes_sent),
             "degrees": {str(degree): n for degree, n in sorted(self.degrees.items())},
             "fallbacks": self.fallbacks,
-            "gain": {name: _mean(gains) for name, gains in self.gains.items()},
+            "gain": {name: _middle(gains) for name, gains in self.gains.items()},
             "grpc": self._grpc,
             "dashboard": self._dashboard,
         }
@@ -103,7 +104,7 @@ class Summary:
     def rows(self) -> Iterator[str]:
         """The summary as lines of text."""
         sent = self.bytes_sent
-        gains = ", ".join(f"{_times(_mean(gains))} over {name}" for name, gains in self.gains.items())
+        gains = ", ".join(f"{_times(_middle(gains))} over {name}" for name, gains in self.gains.items())
         facts = {
             "loss": f"{self.loss[0]:.3f} → {self.loss[1]:.3f} in {self.iterations} iterations, {self.training_s:.0f} s",
             "waited for plans": f"{self.wait_share:.2%} of the time from iteration {self.steady_from} on",
@@ -111,7 +112,7 @@ class Summary:
             f"rerouting {_mega(sent['reroute'])}",
             "degrees": ", ".join(f"{degree} ({n} sequences)" for degree, n in sorted(self.degrees.items())),
             "fallbacks": f"{self.fallbacks} of {self.iterations} plans were made by the workers themselves",
-            "predicted gain": f"{gains} (mean of the iterations)",
+            "predicted gain": f"{gains} (median of the iterations)",
             "dashboard": self._dashboard,
         }
         yield from (f"{name:<18}{text}" for name, text in facts.items())
@@ -122,8 +123,9 @@ def _degrees(record: dict[str, Any]) -> dict[int, int]:
     return {int(degree): n for degree, n in record["degrees"].items()}
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _middle(values: Sequence[float]) -> float | None:
+    """The median, as on the dashboard."""
+    return median(values) if values else None
 
 
 def _times(gain: float | None) -> str:

@@ -12,9 +12,20 @@ import typer
 
 
 def serve(
-    grpc: Annotated[str | None, typer.Option(help="gRPC address; port 0 takes a free one", metavar="HOST:PORT")] = None,
-    http: Annotated[str | None, typer.Option(help="REST and dashboard; port 0 likewise", metavar="HOST:PORT")] = None,
-    store: Annotated[str | None, typer.Option(help="Plan history: sqlite:///FILE, or off", metavar="URL")] = None,
+    grpc: Annotated[
+        str | None,
+        typer.Option(help="gRPC address; port 0 takes a free one [default: 127.0.0.1:7421]", metavar="HOST:PORT"),
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(help="REST and dashboard; port 0 likewise [default: 127.0.0.1:7422]", metavar="HOST:PORT"),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan history: sqlite:///FILE, or off [default: hydracp.sqlite3 in this folder]", metavar="URL"
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings", metavar="FILE")] = None,
     ready_file: Annotated[
         Path | None, typer.Option(help="Write the bound addresses here as JSON, once plans can be had", metavar="PATH")

@@ -48,25 +48,29 @@ def main() -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     defaults = RunConfig()
-    parser = argparse.ArgumentParser(prog="torchrun … -m worker_agent.training", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="torchrun … -m worker_agent.training",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
     add("--scheduler", default="127.0.0.1:7421", help="address of the scheduler's gRPC port")
     add("--job", default="quickstart", help="name of the job at the scheduler")
-    add("--attempt", type=int, default=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    add("--attempt", type=int, default=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), help="restart count")
     add("--output", type=Path, default=Path("build/run"), help="folder of metrics, ledgers and checkpoints")
     add("--documents", type=Path, help="prepared documents; default OUTPUT/documents.npz, made if it is missing")
     add("--policy", default=defaults.policy, help="scheduling policy; default: the service's")
-    add("--iterations", type=int, default=defaults.iterations)
+    add("--iterations", type=int, default=defaults.iterations, help="training iterations")
     add("--batch", type=int, default=defaults.batch, help="documents of a global batch")
     add("--budget", type=int, default=defaults.pool.token_budget, help="token budget of a rank and microbatch")
     add("--ep", type=int, default=defaults.pool.ep, help="ranks that share one copy of the experts")
-    add("--attention", choices=("mla", "gqa"), default=defaults.model.attention)
+    add("--attention", choices=("mla", "gqa"), default=defaults.model.attention, help="kind of attention")
     add("--lookahead", type=int, default=defaults.lookahead, help="iterations that are planned ahead")
     add("--fetch-timeout", type=float, default=defaults.fetch_timeout_s, help="seconds to wait for a plan")
     add("--theta", type=float, default=defaults.cost.theta, help="cost model: seconds per token²/degree")
     add("--tau", type=float, default=defaults.cost.tau, help="cost model: seconds per token")
     add("--overhead", type=float, default=defaults.cost.overhead, help="cost model: seconds per microbatch")
-    add("--seed", type=int, default=defaults.seed)
+    add("--seed", type=int, default=defaults.seed, help="of weights and of the order of documents")
     add("--checkpoint-every", type=int, default=0, help="iterations between checkpoints; 0 writes none")
     add("--resume-at", type=int, default=0, help="iteration to go on at, from the checkpoint before it")
     add("--calibrate", action="store_true", help="measure and print the cost model of this machine; do not train")

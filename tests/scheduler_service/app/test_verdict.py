@@ -22,9 +22,10 @@ def record(iteration, state=IterationState.EXECUTED, **more):  # type: ignore[no
             Condition.STARTING,
             "iteration 0 waits for 3 shards",
         ),
-        ([record(1, IterationState.READY), record(0)], Condition.AHEAD, "iteration 1 is planned, 0 has run"),
+        ([record(2, IterationState.READY), record(1), record(0)], Condition.AHEAD, "iteration 2 is planned, 1 has run"),
         ([record(1, plan_wait_s=0.5), record(0)], Condition.BEHIND, "longest 0.500 s of 2.000 s in iteration 1"),
         ([record(1, plan_wait_s=0.001), record(0)], Condition.AHEAD, "no rank waited"),
+        ([record(1, IterationState.READY), record(0, plan_wait_s=0.5)], Condition.STARTING, "0 has run, too few"),
         # A job's first plan has no earlier iteration to be made behind.
         ([record(1), record(0, plan_wait_s=0.5)], Condition.AHEAD, "no rank waited for any of the last 1"),
         (
@@ -45,7 +46,13 @@ def test_the_verdict_and_its_reason(iterations, condition, words):
     assert re.search(words, verdict.reason), verdict.reason
 
 
-def test_a_job_whose_agents_do_not_call_is_silent_whatever_ran_before():
-    verdict = judge(1000.0, 0.0, [record(0)])
+def test_a_job_whose_agents_do_not_call_while_a_plan_waits_is_silent():
+    verdict = judge(1000.0, 100.0, [record(3, IterationState.READY), record(2)])
     assert verdict.condition is Condition.SILENT
-    assert "no agent has called for 1000 s" in verdict.reason
+    assert "900 s, with iteration 3 ready" in verdict.reason
+
+
+def test_a_job_that_has_run_all_it_submitted_is_idle_when_nobody_calls():
+    verdict = judge(1000.0, 100.0, [record(3), record(2)])
+    assert verdict.condition is Condition.IDLE
+    assert "every iteration up to 3 has run" in verdict.reason

@@ -98,6 +98,7 @@ const CONDITIONS: Record<string, readonly [title: string, tone: "good" | "warn" 
   "falling back": ["The ranks fall back to plans of their own", "warn"],
   failing: ["Planning fails", "warn"],
   silent: ["The job is silent", "warn"],
+  idle: ["The job has run what it submitted", "plain"],
 };
 
 function Verdict({ job }: { job: Job }) {
@@ -162,7 +163,7 @@ function figuresOf(newestFirst: readonly IterationSummary[]): Figure[] {
     return {
       label,
       value: times(middle),
-      note: middle === null ? "not computed for these batches" : `predicted; ${lessTime(middle)}`,
+      note: middle === null ? "not computed for these batches" : `predicted, median; ${lessTime(middle)}`,
       trend: gains,
     };
   };
@@ -170,7 +171,7 @@ function figuresOf(newestFirst: readonly IterationSummary[]): Figure[] {
     {
       label: "Wait for plans",
       value: seconds(median(waits)),
-      note: `most ${seconds(largest(waits))}; ${percent(waitShare, 2)} of the iteration`,
+      note: `median, most ${seconds(largest(waits))}; ${percent(waitShare, 2)} of the iteration`,
       trend: waits,
       tone: waitShare !== null && waitShare > 0.02 ? "warn" : "plain",
     },
@@ -179,13 +180,13 @@ function figuresOf(newestFirst: readonly IterationSummary[]): Figure[] {
     {
       label: "Measured / predicted",
       value: times(ratio),
-      note: ratio === null ? "nothing measured yet" : "cost model against the slowest rank",
+      note: ratio === null ? "nothing measured yet" : "median; cost model against the slowest rank",
       trend: ratios,
     },
     {
       label: "Above the lower bound",
       value: signedPercent(gap),
-      note: "no valid plan is faster than the bound",
+      note: "median; no valid plan is faster than the bound",
       trend: its.map((it) => (it.lower_bound_s > 0 ? it.predicted_s / it.lower_bound_s : null)),
     },
     {
