@@ -3,18 +3,18 @@
 Follows: a sequence over the budget runs on the fewest ranks that hold it; short ones are packed best-fit, longest
 first, to the budget of one rank. These units, by falling cost T = Σ(a·s² + b·s) + g, are cut into buckets of about
 equal cost. Again and again, the ranks that are more than δ below the fullest are served with one unit each, or all
-ranks where none is: *DP-balance*, without pipelines, takes them from the first bucket until that is empty;
-*PP-balance*, with pipelines, from each bucket in turn, so that the ranks see the same mixture. Ranks may end with
-different numbers of microbatches; the missing ones are empty. Source: the project's description of that system
-(design of planning, section 5), written anew from it.
+ranks where none is: *DP-balance* takes them from the first bucket until that is empty; *PP-balance*, for pipelines,
+from each bucket in turn, so that the ranks see the same mixture. Ranks may end with different numbers of microbatches;
+the missing ones are empty. Source: the project's description of that system (design of planning, section 5), written
+anew from it.
 
-Departs: the paper gives a sequence ⌈s/B⌉ ranks, any number and any set of ranks. Our groups are aligned powers of
-two (or the full pool), so this is the variant with degrees rounded up to those; a group runs in the first microbatch
-that is free on all of its ranks, which may leave holes before it. Padding counts as tokens. The description leaves
-δ, the number of buckets and the choice among the ranks to be served open: δ is 5 % of the fullest rank's time, there
-are as many buckets as pipeline stages, and a unit goes to the aligned ranks whose fullest has least to do. A unit
-that finds no such ranks among those to be served ends the round; if it finds none in the next one either, all ranks
-are served. It takes no degree cap.
+Departs: the paper gives a sequence ⌈s/B⌉ ranks, any number and any set of ranks. Our groups are aligned powers of two
+(or the full pool), so this is the variant with degrees rounded up to those; a group runs in the first microbatch that
+is free on all of its ranks, which may leave holes before it. Padding counts as tokens. The description leaves δ, the
+number of buckets and the choice among the ranks to be served open: δ is 5 % of the fullest rank's time, there are as
+many buckets as pipeline stages, and a unit goes to the aligned ranks whose fullest has least to do. A unit that finds
+no such ranks among those to be served ends the round; if it finds none in the next one either, all ranks are served.
+Of the two balances, the one with the shorter forecast is used. It takes no degree cap.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from scheduler_service.planning.feasibility import memory_degrees, require_fit
 from scheduler_service.planning.packs import best_fit
 from scheduler_service.planning.policy import PlanningConfig, new_plan
+from scheduler_service.simulation import forecast
 
 BALANCED = 0.05
 """δ: how far below the fullest rank's time a rank counts as balanced, as a share of that time."""
@@ -45,15 +46,23 @@ class Unit(NamedTuple):
 
 
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
-    """Serve the ranks round by round until no unit is left.
+    """The plan by DP-balance or, with pipelines, by PP-balance: the one with the shorter forecast.
 
     Raises `InfeasibleError` where no degree holds the longest sequence. Cost: O(N log N + U·G) for U units.
     """
     require_fit(batch, pool)
-    buckets = _buckets(_units(batch, pool, config.cost), pool.stages)
+    units = _units(batch, pool, config.cost)
+    plans = [_serve(_in_turn(_buckets(units, count)), batch, pool, config) for count in sorted({1, pool.stages})]
+    if len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda candidate: forecast(candidate, batch).iteration_s)
+
+
+def _serve(units: list[Unit], batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
+    """Serve the ranks round by round until no unit is left."""
     columns = np.zeros((3, len(batch)), np.int32)
     ranks = _Ranks(pool.ranks)
-    for unit in _in_turn(buckets):
+    for unit in units:
         slot, start = ranks.serve(unit)
         columns[:, unit.members] = [[slot], [start], [unit.degree]]
     microbatch, start_column, degree = columns
@@ -89,7 +98,7 @@ def _buckets(units: list[Unit], count: int) -> list[list[Unit]]:
 
 
 def _in_turn(buckets: list[list[Unit]]) -> list[Unit]:
-    """One unit from each bucket, again and again. With one bucket, which a job without pipelines has: DP-balance."""
+    """One unit from each bucket, again and again; with a single bucket that is DP-balance."""
     return [unit for row in zip_longest(*buckets) for unit in row if unit is not None]
 
 

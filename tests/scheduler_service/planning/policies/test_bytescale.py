@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_service.domain import Batch, CostModel, InfeasibleError, Plan, Pool, Reason
-from scheduler_service.planning.policies.bytescale import plan
+from scheduler_service.planning.policies.bytescale import Unit, _buckets, _in_turn, plan
 from scheduler_service.planning.policy import PlanningConfig
 from scheduler_service.planning.verify import verify_plan
 from scheduler_service.simulation import forecast
@@ -50,13 +50,11 @@ def test_ranks_may_have_different_numbers_of_microbatches() -> None:
     }  # fmt: skip
 
 
-def test_with_pipelines_every_bucket_gives_one_unit_in_turn() -> None:
+def test_pp_balance_takes_one_unit_of_each_bucket_in_turn() -> None:
     # Half of 46 is 23, which is reached in the middle of the 8: buckets 10, 9, 8 and 7, 6, 6.
-    batch = Batch([10, 9, 8, 7, 6, 6])
-    found = plan(batch, Pool(1, 10, stages=2), LINEAR)
-    assert batch.lengths[np.argsort(found.microbatch)].tolist() == [10, 7, 9, 6, 8, 6]
-    without = plan(batch, Pool(1, 10), LINEAR)
-    assert batch.lengths[np.argsort(without.microbatch)].tolist() == [10, 9, 8, 7, 6, 6]
+    units = [Unit(1, [i], seconds) for i, seconds in enumerate((10.0, 9.0, 8.0, 7.0, 6.0, 6.0))]
+    assert [unit.seconds for unit in _in_turn(_buckets(units, 2))] == [10, 7, 9, 6, 8, 6]
+    assert _in_turn(_buckets(units, 1)) == units, "DP-balance"
 
 
 def test_a_group_waits_until_all_of_its_ranks_are_free() -> None:
