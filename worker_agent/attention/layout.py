@@ -288,7 +288,12 @@ def _validated(
             f"layout: rank {rank} of {ulysses} × {ring} ranks with sequence parallelism {sequence_parallel}: sizes "
             f"are 1 or more, and the rank inside the group is 0 … {ulysses * ring - 1}",
         )
-    column = np.asarray(lengths, np.int64).reshape(-1)
+    given = np.asarray(lengths)
+    if given.size and given.dtype.kind not in "iu":
+        raise InvalidInputError(
+            Reason.INVALID_LENGTH, f"layout: lengths are {given.dtype} values; give whole numbers of tokens"
+        )
+    column = given.astype(np.int64).reshape(-1)
     if column.size and column.min() < 1:
         sequence = int(column.argmin())
         raise InvalidInputError(

@@ -124,3 +124,7 @@ def test_nonsense_is_refused_by_name() -> None:
         ShardLayout([3], 2, 2, 4)
     with pytest.raises(InvalidInputError, match="sequence parallelism 0"):
         ShardLayout([3], 1, 1, 0, 0)
+    with pytest.raises(InvalidInputError, match="float64 values"):
+        ShardLayout([1.5], 1, 1, 0)  # type: ignore[list-item]
+    with pytest.raises(InvalidInputError, match="whole numbers of tokens"):
+        ShardLayout(["3"], 1, 1, 0)  # type: ignore[list-item]
