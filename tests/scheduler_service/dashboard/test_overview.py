@@ -33,7 +33,8 @@ def rows(page: Page) -> list[str]:
 def test_says_in_words_whether_the_planner_is_ahead(open_page: Opener) -> None:
     page = open_page(OVERVIEW)
     expect(page.get_by_role("heading", level=1)).to_have_text("The planner is ahead")
-    expect(page.locator(".verdict")).to_contain_text(f"no rank waited for any of the last {ITERATIONS} plans")
+    # The first plan had no earlier iteration to be made behind, and is not judged.
+    expect(page.locator(".verdict")).to_contain_text(f"no rank waited for any of the last {ITERATIONS - 1} plans")
 
 
 def test_key_figures_are_those_of_the_service(open_page: Opener, site: Site) -> None:
