@@ -84,10 +84,10 @@ class OptimizerConfig:
     """How far an expert's selection bias moves per iteration against its load."""
 
 
-CPU_COST = CostModel(theta=2.5e-8, tau=8e-5, overhead=2.5e-2)
-"""Four workers of the default model on two server cores: the middle of five fits, which other work on the machine
-spread by a factor of two to either side. Measure your own by
-`torchrun --nproc-per-node 4 -m worker_agent.training --calibrate`, and pass it as --theta, --tau and --overhead."""
+CPU_COST = CostModel(theta=1.1e-8, tau=5.6e-5, overhead=3e-2)
+"""Four workers of the default model on two otherwise idle server cores: the middle of three fits, which lay within
+25 % of it. Measure your own by `torchrun --nproc-per-node 4 -m worker_agent.training --calibrate`, and pass it as
+--theta, --tau and --overhead."""
 
 
 @dataclass(frozen=True)
