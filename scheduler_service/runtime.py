@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 import uvicorn
@@ -152,10 +152,10 @@ def _history(settings: Settings) -> SqlHistory | NoHistory:
 
 
 @contextlib.contextmanager
-def _signals_to(handler: object) -> Iterator[None]:
+def _signals_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
-        loop.add_signal_handler(number, handler, number)  # type: ignore[arg-type]
+        loop.add_signal_handler(number, handler, number)
     try:
         yield
     finally:

@@ -140,4 +140,5 @@ async def stream_events(
 ) -> AsyncIterable[Event]:
     """Events as they happen (server-sent). A client that reconnects gets those it missed, as far as they are kept."""
     async for record in service.events.listen(last_event_id):
+        # FastAPI documents the event by the return type, and wants it wrapped so that its id can be told.
         yield ServerSentEvent(data=views.event(record), id=str(record.id))  # type: ignore[misc]

@@ -53,8 +53,9 @@ def read_batch(source: str, field: str | None = None) -> Batch:
     try:
         return Batch(lengths.values)
     except InvalidInputError as error:
-        has_line = lengths.lines is not None and error.sequence is not None
-        place = f"line {lengths.lines[error.sequence]} of {name}" if has_line else name  # type: ignore[index]
+        place = name
+        if lengths.lines is not None and error.sequence is not None:
+            place = f"line {lengths.lines[error.sequence]} of {name}"
         raise InvalidInputError(error.reason, f"{place}: {error}", sequence=error.sequence) from None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from scheduler_service.domain import HydraCpError, InvalidInputError, Reason
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class Status(IntEnum):
@@ -165,7 +167,7 @@ class Peers:
         self._size = ranks
         self._timeout = timedelta(seconds=timeout_s)
 
-    def gather(self, own: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    def gather(self, own: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """Every rank's array, in the order of the ranks, end to end; all have the same size and type.
 
         Raises `HydraCpError` (RANKS_DISAGREE) where a rank is gone or does not come within the time.
@@ -188,7 +190,7 @@ class Peers:
 
     def gather_records(self, own: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         """Every rank's record, by rank. Raises `HydraCpError` where ranks are not at the same point."""
-        records: npt.NDArray[np.void] = self.gather(own)  # type: ignore[assignment]
+        records = self.gather(own)
         for name in ("iteration", "step"):
             if (records[name] != own[name]).any():
                 where = {rank: int(value) for rank, value in enumerate(records[name])}
