@@ -27,6 +27,8 @@ class Reporter:
         self._queue: deque[Timing] = deque(maxlen=limit)
         self._wake = threading.Condition()
         self._close_at: float | None = None
+        self._in_flight = 0
+        self._abandoned = False
         self.sent = 0
         self.dropped = 0
         self._thread = threading.Thread(target=self._run, name="hydracp-report", daemon=True)
@@ -40,11 +42,19 @@ class Reporter:
             self._wake.notify()
 
     def close(self, timeout_s: float) -> None:
-        """Send what is queued, for at most `timeout_s`, and stop."""
+        """Send what is queued, for at most `timeout_s`, and stop: what is then neither sent nor refused is dropped.
+
+        Returns after at most `timeout_s` and two calls, the registration and the report that may be under way.
+        """
         with self._wake:
             self._close_at = time.monotonic() + timeout_s
             self._wake.notify()
-        self._thread.join(timeout_s + self._session.config.call_timeout_s)
+        self._thread.join(timeout_s + 2 * self._session.config.call_timeout_s)
+        with self._wake:
+            self._abandoned = True
+            self.dropped += len(self._queue) + self._in_flight
+            self._queue.clear()
+            self._in_flight = 0
 
     def _run(self) -> None:
         while batch := self._take():
@@ -57,9 +67,10 @@ class Reporter:
             while not self._queue and self._close_at is None:
                 self._wake.wait()
             if self._overdue():
-                self.dropped += len(self._queue)
                 return []
-            return [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+            batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+            self._in_flight = len(batch)
+            return batch
 
     def _send(self, batch: list[Timing]) -> bool:
         """Whether `batch` is done with: taken by the service, or refused for good."""
@@ -72,10 +83,18 @@ class Reporter:
         except HydraCpError as error:
             if error.reason in TRANSIENT and not self._overdue():
                 return False
-            self.dropped += len(batch)
+            self._count(dropped=len(batch))
             return True
-        self.sent += len(batch)
+        self._count(sent=len(batch))
         return True
+
+    def _count(self, sent: int = 0, dropped: int = 0) -> None:
+        """Settle the batch in flight, once: what `close` gave up on has been counted there."""
+        with self._wake:
+            if not self._abandoned:
+                self.sent += sent
+                self.dropped += dropped
+                self._in_flight = 0
 
     def _pause(self) -> None:
         time.sleep(_PAUSE_S if self._close_at is None else _CLOSING_PAUSE_S)

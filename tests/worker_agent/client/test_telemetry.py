@@ -7,6 +7,7 @@ import threading
 import time
 
 from scheduler_service.domain import Pool
+from scheduler_service.planning import warm_up
 from worker_agent.client import AgentConfig, PlanAgent, PlannerClient, Timing
 from worker_agent.client.session import Session
 from worker_agent.client.telemetry import Reporter
@@ -35,6 +36,7 @@ def test_a_service_that_takes_nothing_costs_the_oldest_timings_and_no_waiting() 
 
 
 def test_closing_an_agent_whose_service_is_silent_ends_its_threads() -> None:
+    warm_up()  # no closing interrupts a compiler
     with socket.create_server(("127.0.0.1", 0)) as silent:
         config = AgentConfig(target=f"127.0.0.1:{silent.getsockname()[1]}", job="job", pool=POOL, call_timeout_s=1.0)
         agent = PlanAgent(config, 0)
