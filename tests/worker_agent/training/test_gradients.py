@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 from worker_agent.attention import ShardLayout
 from worker_agent.data import IGNORE_INDEX, microbatches, shift_labels
 from worker_agent.groups import Group, GroupRegistry
-from worker_agent.training import model as model_module
+from worker_agent.training import attention as attention_module
 from worker_agent.training.config import ModelConfig, OptimizerConfig
 from worker_agent.training.mixture import Experts
 from worker_agent.training.model import LanguageModel
@@ -75,7 +75,7 @@ class Gradients:
 
 def one_process(model_config: ModelConfig, case: Case, monkeypatch: pytest.MonkeyPatch) -> Gradients:
     """Sequence by sequence through a model that holds every expert, with attention written out."""
-    monkeypatch.setattr(model_module, "hybrid_attention", _explicit_attention)
+    monkeypatch.setattr(attention_module, "hybrid_attention", _explicit_attention)
     model = LanguageModel(model_config, seed=5, dtype=torch.float64)
     group = GroupRegistry().group(0, 1)
     tokens, labels = case.sequences()
