@@ -1,0 +1,61 @@
+"""Model presets against the parameter counts that their authors publish."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_service.domain import InvalidInputError
+from scheduler_service.simulation.models import Experts, GroupedQuery, Model, weights
+from scheduler_service.simulation.presets import load_model, preset_names
+
+PUBLISHED = {
+    "deepseek_v3": (671, 37.6),
+    "kimi_k2": (1026, 32.9),
+    "qwen3_30b_a3b": (30.5, 3.4),
+    "qwen3_235b_a22b": (235.1, 22.2),
+    "llama3_8b": (8.0, 8.0),
+    "llama3_70b": (70.6, 70.6),
+    "llama3_405b": (405.8, 405.8),
+    "glm_4_5": (352.8, None),
+    "hy3_preview": (295.0, 20.7),
+}
+"""Billions of parameters: in all, and met by one token, input embedding included."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_parameters(name: str) -> None:
+    model = load_model(name)
+    total, active = PUBLISHED[name]
+    assert round(model.parameters / 1e9, 1) == pytest.approx(total, abs=0.5 if total > 600 else 0.1)
+    assert active is None or round(model.active_parameters / 1e9, 1) == active
+
+
+@pytest.mark.parametrize("name", preset_names("models"))
+def test_every_packaged_model_is_valid(name: str) -> None:
+    model = load_model(name)
+    assert model.active_parameters <= model.parameters
+
+
+def test_projections_of_grouped_query_attention_are_its_formula() -> None:
+    attention = GroupedQuery(heads=6, kv_heads=2, head_dim=5)
+    assert weights(attention.matrices(7)) == 7 * 5 * (6 + 2 * 2) + 6 * 5 * 7
+
+
+def test_a_gate_costs_one_projection_of_the_output_s_width() -> None:
+    plain, gated = GroupedQuery(6, 2, 5), GroupedQuery(6, 2, 5, gated=True)
+    assert weights(gated.matrices(7)) - weights(plain.matrices(7)) == 7 * 6 * 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": 0}, "layers is 0"),
+        ({"dense_layers": 5}, "give 0 to 4"),
+        ({"dense_layers": 4}, "dense_width 0"),
+        ({"experts": None}, "4 of 4 layers have no feed-forward network"),
+    ],
+)
+def test_a_model_that_cannot_be_says_what_is_wrong(fields: dict, message: str) -> None:
+    right = {"layers": 4, "hidden": 8, "vocabulary": 16, "dense_layers": 0, "experts": Experts(4, 2, 8)}
+    with pytest.raises(InvalidInputError, match=message):
+        Model(name="small", attention=GroupedQuery(2, 1, 4), **(right | fields))
