@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
+from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from scheduler_service.domain import InvalidInputError, Reason
+from scheduler_service.simulation.cluster import Cluster, Engine, Recompute
 from scheduler_service.simulation.hardware import AttentionKernel, Hardware
 from scheduler_service.simulation.models import Attention, Experts, GroupedQuery, Latent, Model
 
@@ -27,6 +29,9 @@ MOST_BASES = 8
 
 ATTENTION_KINDS: Mapping[str, type[Attention]] = MappingProxyType({"grouped_query": GroupedQuery, "latent": Latent})
 """What `kind` of a model's attention may be."""
+
+CHOICES: Mapping[str, type[StrEnum]] = MappingProxyType({"Engine": Engine, "Recompute": Recompute})
+"""Types of fields that hold one of a few words."""
 
 
 def preset_names(kind: str) -> list[str]:
@@ -52,6 +57,16 @@ def load_hardware(name: str) -> Hardware:
     given = read_preset("hardware", name)
     kernel = build(AttentionKernel, _mapping(given, "attention", name), f"{name}: attention")
     return build(Hardware, {**given, "attention": kernel}, name)
+
+
+def load_cluster(name: str) -> Cluster:
+    """The cluster of this name or path. Raises `InvalidInputError` that names the file, the field and the fix."""
+    given = read_preset("clusters", name)
+    for kind, load in (("model", load_model), ("hardware", load_hardware)):
+        if not isinstance(given.get(kind), str):
+            raise invalid(name, f"{kind} is {given.get(kind)!r}; give the name of a preset or the path of a .yaml file")
+        given[kind] = load(given[kind])
+    return build(Cluster, given, name)
 
 
 def read_preset(kind: str, name: str, bases: int = MOST_BASES) -> dict[str, Any]:
@@ -94,6 +109,11 @@ def _typed(annotation: str, value: Any, where: str) -> Any:
     if kind == "float" and isinstance(value, str):  # YAML 1.1 reads 640e12, without a sign, as a text
         with suppress(ValueError):
             value = float(value)
+    if kind in CHOICES:
+        if value not in list(CHOICES[kind]):
+            choices = ", ".join(CHOICES[kind])
+            raise InvalidInputError(Reason.INVALID_ARGUMENT, f"preset {where} is {value!r}; choose one of {choices}")
+        return CHOICES[kind](value)
     types: dict[str, Any] = {"int": int, "float": int | float, "str": str, "bool": bool}
     if not isinstance(value, types.get(kind, object)) or (isinstance(value, bool) and kind in ("int", "float")):
         wanted = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}

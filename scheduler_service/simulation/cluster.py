@@ -1,0 +1,141 @@
+"""A training job on a cluster: the model, the GPUs, and how they divide the work.
+
+GPU order is TP, then pool ranks, then pipeline stages: a node holds neighbouring ranks of one stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from scheduler_service.domain import InvalidInputError, Pool, Reason
+from scheduler_service.simulation.hardware import Hardware
+from scheduler_service.simulation.models import Model
+
+
+class Engine(StrEnum):
+    """How a CP group computes attention."""
+
+    HYBRID = "hybrid"
+    """Ulysses inside, up to the heads of a TP rank; a ring outside."""
+    RING = "ring"
+    """A ring over all ranks of the group."""
+
+
+class Recompute(StrEnum):
+    """What the backward computes again instead of keeping it."""
+
+    NONE = "none"
+    FULL = "full"
+    """The whole forward of each layer."""
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """What one pipeline stage holds."""
+
+    dense: int
+    """Layers with a dense feed-forward network."""
+    moe: int
+    """Layers with experts."""
+    head: int
+    """1 where the output head is."""
+    embedding: int
+    """1 where the input embedding is."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One job. Raises `InvalidInputError` that names the field, its value and what it may be."""
+
+    name: str
+    model: Model
+    hardware: Hardware
+    ranks: int
+    """Ranks of the pool (DP×CP), G."""
+    token_budget: int
+    """Most padded tokens that a rank may hold in one microbatch, B."""
+    tp: int = 1
+    """GPUs that share a rank's layers by tensor parallelism, with sequence parallelism."""
+    stages: int = 1
+    """Pipeline stages, p."""
+    ep: int = 1
+    """Ranks of an expert-parallel group, E; its experts are spread over E·tp GPUs."""
+    chunks: int = 1
+    """Chunks of the model on each stage; above 1 the pipeline is interleaved."""
+    engine: Engine = Engine.HYBRID
+    recompute: Recompute = Recompute.NONE
+    exchange_overlap: bool = True
+    """Whether Ulysses' exchanges run beside the projections that do not need them (design of the engine, section 4)."""
+    gradient_overlap: bool = True
+    """Whether gradients and parameters are exchanged beside the last backward and the first forward."""
+    distributed_optimizer: bool = True
+    """Whether the optimizer's state is divided over the replicas."""
+    gradient_bytes: int = 4
+    """Of one gradient, kept and exchanged."""
+    bucket_parameters: float = 1e6
+    """Parameters per rank of a bucket of gradients. Megatron-Core's default: 40 million, or this times the ranks."""
+    expert_load: float = 1.0
+    """Tokens of the fullest GPU's experts over the mean."""
+    reserved_bytes: float = 8e9
+    """GPU memory that the model cannot have: NCCL, CUDA context, fragments (5…10 GB)."""
+    dollars_per_gpu_hour: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "stages", "chunks", "gradient_bytes"):
+            if getattr(self, name) < 1:
+                raise self._invalid(f"{name} is {getattr(self, name)}; give a whole number, 1 or more")
+        layers = self.model.layers
+        if self.stages * self.chunks > layers:
+            raise self._invalid(
+                f"{layers} layers cannot fill {self.stages} stages × {self.chunks} chunks; give at most {layers}"
+            )
+        if self.model.attention.heads % self.tp:
+            raise self._invalid(f"tp {self.tp} does not divide {self.model.attention.heads} heads")
+        if self.hardware.gpus_per_node % self.tp:
+            raise self._invalid(f"tp {self.tp} does not divide the {self.hardware.gpus_per_node} GPUs of a node")
+        if self.expert_load < 1 or self.reserved_bytes < 0 or self.bucket_parameters <= 0:
+            raise self._invalid("expert_load is 1 or more, reserved_bytes 0 or more, bucket_parameters above 0")
+        _ = self.pool  # its own checks: ranks, token_budget, ep
+
+    def _invalid(self, message: str) -> InvalidInputError:
+        return InvalidInputError(Reason.INVALID_ARGUMENT, f"cluster {self.name}: {message}")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the job."""
+        return self.ranks * self.tp * self.stages
+
+    @cached_property
+    def pool(self) -> Pool:
+        """What the planner sees of it."""
+        heads = self.model.attention.heads // self.tp
+        return Pool(
+            ranks=self.ranks,
+            token_budget=self.token_budget,
+            stages=self.stages,
+            ep=self.ep,
+            heads=heads,
+            max_ulysses=heads if self.engine is Engine.HYBRID else 1,
+            node=self.hardware.gpus_per_node // self.tp,
+            microbatch_multiple=self.stages if self.chunks > 1 else 1,
+            sequence_parallel=self.tp,
+        )
+
+    def with_engine(self, engine: Engine) -> Cluster:
+        """The same job with another engine."""
+        return replace(self, engine=engine)
+
+    @cached_property
+    def stage_layers(self) -> tuple[StageLayers, ...]:
+        """Layers in order, as evenly as they go; the first stages take one more where they do not."""
+        whole, more = divmod(self.model.layers, self.stages)
+        stages, first = [], 0
+        for stage in range(self.stages):
+            layers = whole + (stage < more)
+            dense = min(max(self.model.dense_layers - first, 0), layers)
+            last = stage == self.stages - 1
+            stages.append(StageLayers(dense, layers - dense, head=int(last), embedding=int(stage == 0)))
+            first += layers
+        return tuple(stages)
