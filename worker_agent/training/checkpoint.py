@@ -1,7 +1,7 @@
 """Checkpoints of one rank: weights, optimizer state and the number of the next iteration.
 
 The sampler and the planner are pure functions of the iteration, so nothing else has to be saved. A checkpoint is
-for the pool and EP size that wrote it.
+for the pool, the EP size and the stages that wrote it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from worker_agent.training.trainer import Trainer
 
@@ -16,7 +17,7 @@ from worker_agent.training.trainer import Trainer
 def save_checkpoint(folder: Path, next_iteration: int, trainer: Trainer) -> None:
     """Write this rank's part under `folder`; a part is never seen half written."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = _path(folder, next_iteration, trainer.topology.rank)
+    path = _path(folder, next_iteration, dist.get_rank())
     partial = path.with_suffix(".partial")
     torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, partial)
     partial.replace(path)
@@ -24,7 +25,7 @@ def save_checkpoint(folder: Path, next_iteration: int, trainer: Trainer) -> None
 
 def load_checkpoint(folder: Path, next_iteration: int, trainer: Trainer) -> None:
     """Restore what `save_checkpoint` wrote before `next_iteration`. Raises `FileNotFoundError` naming the file."""
-    state = torch.load(_path(folder, next_iteration, trainer.topology.rank), weights_only=True)
+    state = torch.load(_path(folder, next_iteration, dist.get_rank()), weights_only=True)
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
 

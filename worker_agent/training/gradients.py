@@ -50,16 +50,23 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 @torch.no_grad()
 def gradient_norm(
-    dense: Iterable[nn.Parameter], experts: Iterable[nn.Parameter], expert_group: dist.ProcessGroup | None
+    dense: Iterable[nn.Parameter],
+    experts: Iterable[nn.Parameter],
+    expert_group: dist.ProcessGroup | None,
+    stage_group: dist.ProcessGroup | None = None,
 ) -> float:
     """Euclidean norm of the whole model's gradient: dense parameters once, each expert on its own rank.
 
-    Call after `sum_gradients`; the ranks of `expert_group` (None: one rank) hold one copy of every expert.
+    Call after `sum_gradients`; the ranks of `expert_group` (None: one rank) hold one copy of every expert, those of
+    `stage_group` (None: one stage) one copy of every layer.
     """
-    own = _squares(experts)
+    squares = _squares(experts)
     if expert_group is not None:
-        dist.all_reduce(own, group=expert_group)
-    return float((own + _squares(dense)).sqrt())
+        dist.all_reduce(squares, group=expert_group)
+    squares += _squares(dense)
+    if stage_group is not None:
+        dist.all_reduce(squares, group=stage_group)
+    return float(squares.sqrt())
 
 
 def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scheduler_service.domain import InvalidInputError, Reason
 from worker_agent.attention import ShardLayout
 from worker_agent.data import IGNORE_INDEX, summed_loss
 from worker_agent.groups import Group
@@ -46,7 +47,11 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """The model. Weights depend on `seed` alone: the same for every pool and every EP size."""
+    """The model, or one pipeline stage of it: the embedding is in the first, the head in the last.
+
+    Weights depend on `seed` alone: the same for every pool, every EP size and every number of stages. Raises
+    `InvalidInputError` where there are fewer layers than stages.
+    """
 
     def __init__(
         self,
@@ -55,14 +60,24 @@ class LanguageModel(nn.Module):
         seed: int = 0,
         experts: ExpertGroup | None = None,
         dtype: torch.dtype = torch.float32,
+        stage: int = 0,
+        stages: int = 1,
     ) -> None:
         super().__init__()
+        if stages > config.layers:
+            raise InvalidInputError(
+                Reason.INVALID_POOL,
+                f"pool: {stages} stages for a model of {config.layers} layers; give each stage at least one",
+            )
         experts = experts or ExpertGroup()
-        self.config = config
-        self.embedding = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
-        self.blocks = nn.ModuleList(Block(config, layer, experts) for layer in range(config.layers))
-        self.norm = Norm(config.hidden)
-        self.head = Linear(config.hidden, config.vocabulary)
+        self.config, self.is_first, self.is_last = config, stage == 0, stage == stages - 1
+        layers = range(stage * config.layers // stages, (stage + 1) * config.layers // stages)
+        if self.is_first:
+            self.embedding = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, experts) for layer in layers})
+        if self.is_last:
+            self.norm = Norm(config.hidden)
+            self.head = Linear(config.hidden, config.vocabulary)
         self.to(dtype)
         self._draw(seed)
 
@@ -75,7 +90,8 @@ class LanguageModel(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, Experts):
                 module.draw(seed, name)
-        self.embedding.mul_(self.config.vocabulary**0.5 * 0.5)  # rows of deviation 0.5, not 1/sqrt(vocabulary)
+        if self.is_first:
+            self.embedding.mul_(self.config.vocabulary**0.5 * 0.5)  # rows of deviation 0.5, not 1/sqrt(vocabulary)
 
     def mixtures(self) -> list[MixtureOfExperts]:
         """The mixture layers, first to last."""
@@ -91,19 +107,23 @@ class LanguageModel(nn.Module):
         routed = {id(parameter) for parameter in self.expert_parameters()}
         yield from (parameter for parameter in self.parameters() if id(parameter) not in routed)
 
-    def forward(self, tokens: Tensor, labels: Tensor, layout: ShardLayout, group: Group) -> Tensor:
-        """Sum of the token losses of one microbatch, a scalar.
+    def forward(self, x: Tensor, labels: Tensor, layout: ShardLayout, group: Group) -> Tensor:
+        """One microbatch through the stage, in local slots: to (t, hidden), or on the last stage to the summed loss.
 
-        `tokens` and `labels` (t,) are int64 local slots; a label of −100 (padding, masked, the end of a document)
-        counts nothing. With no label at all the sum is 0 and still tied to every parameter and exchange.
+        `x`: tokens (t,), int64, on the first stage; what the stage before returned on the others. `labels` (t,) are
+        read on the last alone; one of −100 (padding, masked, the end of a document) counts nothing. With no label at
+        all the sum is 0 and still tied to every parameter and exchange.
         """
         config = self.config
+        if self.is_first:
+            x = F.embedding(x, self.embedding)
         elements = config.rope_dim if config.attention == "mla" else config.head_dim
-        rotary = Rotary(layout.positions, elements, config.rope_base, self.embedding.dtype)
+        rotary = Rotary(layout.positions, elements, config.rope_base, x.dtype)
         valid = torch.nonzero(layout.token_index >= 0).flatten()
-        x = F.embedding(tokens, self.embedding)
-        for block in self.blocks:
+        for block in self.blocks.values():
             x = block(x, valid, rotary, layout, group)
+        if not self.is_last:
+            return x
         counted = torch.nonzero(labels != IGNORE_INDEX).flatten()
         logits = self.head(self.norm(x.index_select(0, counted)))
         return summed_loss(logits, labels.index_select(0, counted))

@@ -1,15 +1,15 @@
 """One training iteration, as a plan says.
 
 Guarantees: loss, gradients and the updated weights are those of one process that runs the whole global batch,
-whatever the plan (policy, degrees, microbatches): the loss is the sum of all token losses over the number of
-labels of the whole batch, every rank runs the same number of microbatches, and a rank without a sequence runs a
-dummy that joins every expert exchange with weight zero. Does not decide anything and does not wait for plans.
+whatever the plan (policy, degrees, microbatches) and the number of pipeline stages: the loss is the sum of all token
+losses over the number of labels of the whole batch, every rank runs the same number of microbatches, and a rank
+without a sequence runs a dummy that joins every expert exchange with weight zero. Does not decide anything and does
+not wait for plans.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +37,12 @@ class StepResult:
     gradient_norm: float
     """Norm of the whole model's gradient, before clipping."""
     forward_s: list[float]
-    """Seconds of this rank's forward of each microbatch, waits for other ranks included."""
+    """Seconds of this rank's forward of each microbatch, waits for other ranks of the stage included."""
     backward_s: list[float]
 
 
 class Trainer:
-    """A model and its optimizer on one rank of a pool."""
+    """One stage of a model and its optimizer on one rank of a pool."""
 
     def __init__(self, model: LanguageModel, pool: Pool, topology: Topology, config: OptimizerConfig) -> None:
         self.model, self.pool, self.topology, self.config = model, pool, topology, config
@@ -62,8 +62,9 @@ class Trainer:
         """Run one iteration and update the weights.
 
         `tokens` and `labels` are the sequences that this rank loaded, in the order of `plan.loaded`; int64, shape
-        (length,). A collective over the pool. Raises `FloatingPointError`, on every rank alike and before any
-        weight has changed, when the gradient is not finite.
+        (length,). Every stage loads the same; stages after the first read labels only. A collective over the job.
+        Raises `FloatingPointError`, on every rank alike and before any weight has changed, when the gradient is not
+        finite.
         """
         result = self.compute_gradients(plan, tokens, labels)
         if not math.isfinite(result.gradient_norm):
@@ -79,39 +80,43 @@ class Trainer:
         return result
 
     def compute_gradients(self, plan: PlanSlice, tokens: Sequence[Tensor], labels: Sequence[Tensor]) -> StepResult:
-        """Leave the gradient of the global batch's mean loss in the parameters. A collective over the pool."""
+        """Leave the gradient of the global batch's mean loss in the parameters. A collective over the job."""
         self.model.zero_grad(set_to_none=True)
-        topology = self.topology
+        topology, pipeline = self.topology, self.topology.pipeline
         rerouter = Rerouter(plan, self.pool, topology.rank, topology.world, topology.counters)
-        token_shards = rerouter.route(tokens, 0)
+        parts = rerouter.microbatches
+        token_shards = rerouter.route(tokens, 0) if pipeline.is_first else []
         label_shards = rerouter.route(labels, IGNORE_INDEX)
         count = count_valid(label_shards, topology.world)
         scale = backward_scale(count)
-
         summed = torch.zeros((), dtype=torch.float64)
-        forward_s, backward_s = [], []
-        for part, own_tokens, own_labels in zip(rerouter.microbatches, token_shards, label_shards, strict=True):
-            group = topology.context.group(part.start, part.degree, part.ulysses)
-            started = time.perf_counter()
-            loss = self.model(own_tokens, own_labels, part.layout, group)
-            between = time.perf_counter()
-            (loss * scale).backward()
-            summed += loss.detach()
-            forward_s.append(between - started)
-            backward_s.append(time.perf_counter() - between)
 
+        def forward(index: int, arrived: Tensor | None) -> Tensor:
+            part = parts[index]
+            entering = token_shards[index] if arrived is None else arrived
+            group = topology.context.group(part.start, part.degree, part.ulysses)
+            leaving = self.model(entering, label_shards[index], part.layout, group)
+            if not pipeline.is_last:
+                return leaving
+            summed.add_(leaving.detach())
+            return leaving * scale
+
+        shapes = [(part.layout.tokens, self.model.config.hidden) for part in parts]
+        times = pipeline.run(shapes, self.dense[0].dtype, self.dense[0].device, forward)
         sum_gradients(self.dense, topology.world)
         sum_gradients(self.experts, topology.replicas)
         return StepResult(
-            loss=mean_loss(summed, count, topology.world),
+            loss=mean_loss(summed, count, topology.job),
             labels=count,
-            gradient_norm=gradient_norm(self.dense, self.experts, topology.experts.process_group),
-            forward_s=forward_s,
-            backward_s=backward_s,
+            gradient_norm=gradient_norm(
+                self.dense, self.experts, topology.experts.process_group, pipeline.process_group
+            ),
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
         )
 
     def _balance_experts(self) -> None:
-        """One bias step per iteration, from the counts of the whole pool."""
+        """One bias step per iteration, from the counts of the whole pool: every token passes every stage once."""
         for mixture in self.model.mixtures():
             counts = mixture.counts.clone()
             dist.all_reduce(counts, group=self.topology.world)

@@ -33,6 +33,7 @@ MLA = ModelConfig(
     rope_dim=4, value_dim=5, dense_width=24, experts=8, top_k=2, expert_width=8,
 )  # fmt: skip
 GQA = replace(MLA, attention="gqa", kv_heads=2, head_dim=6, dense_layers=0)
+DEEP = replace(MLA, layers=4)
 MODELS = {"mla": MLA, "gqa": GQA}
 
 MIXED = (61, 40, 33, 20, 9, 7, 5, 3, 1, 12, 2, 30)
@@ -69,8 +70,8 @@ class Gradients:
     loss: float
     norm: float
     by_name: dict[str, Array]
-    counts: Array
-    """Tokens sent to each expert of each mixture layer."""
+    counts: dict[str, Array]
+    """Tokens sent to each expert, by the mixture layer's name."""
 
 
 def one_process(model_config: ModelConfig, case: Case, monkeypatch: pytest.MonkeyPatch) -> Gradients:
@@ -117,8 +118,8 @@ def _gradient(parameter: Tensor) -> Array:
     return np.zeros(parameter.shape) if parameter.grad is None else parameter.grad.numpy().copy()
 
 
-def _counts(model: LanguageModel) -> Array:
-    return np.stack([mixture.counts.numpy() for mixture in model.mixtures()])
+def _counts(model: LanguageModel) -> dict[str, Array]:
+    return {name: buffer.numpy() for name, buffer in model.named_buffers() if name.endswith(".counts")}
 
 
 Planned = tuple[Case, list[Plan]]
@@ -127,22 +128,31 @@ Shape = tuple[int, int] | None
 
 
 def _run_cases(
-    rank: int, model_config: ModelConfig, planned: list[Planned]
+    rank: int, model_config: ModelConfig, pool: Pool, planned: list[Planned]
 ) -> list[list[tuple[Gradients, list[Shape]]]]:
     """On one rank: for each case and each of its plans, the gradients and this rank's microbatches."""
-    topology = build_topology(POOL)
-    return [[_run_plan(model_config, case, plan, topology) for plan in plans] for case, plans in planned]
+    topology = build_topology(pool)
+    return [[_run_plan(model_config, pool, case, plan, topology) for plan in plans] for case, plans in planned]
 
 
-def _run_plan(model_config: ModelConfig, case: Case, plan: Plan, topology: Topology) -> tuple[Gradients, list[Shape]]:
+def _run_plan(
+    model_config: ModelConfig, pool: Pool, case: Case, plan: Plan, topology: Topology
+) -> tuple[Gradients, list[Shape]]:
     rank, sizes = topology.rank, case.shard_sizes()
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     tokens, labels = case.sequences()
-    model = LanguageModel(model_config, seed=5, experts=topology.experts, dtype=torch.float64)
-    trainer = Trainer(model, POOL, topology, OptimizerConfig())
+    model = LanguageModel(
+        model_config,
+        seed=5,
+        experts=topology.experts,
+        dtype=torch.float64,
+        stage=topology.pipeline.stage,
+        stages=pool.stages,
+    )
+    trainer = Trainer(model, pool, topology, OptimizerConfig())
     piece = slice_plan(plan, Batch(case.lengths), sizes, [rank])
     result = trainer.compute_gradients(piece, tokens[own], labels[own])
-    shapes = [None if part.is_dummy else (part.ulysses, part.ring) for part in microbatches(piece, POOL, rank)]
+    shapes = [None if part.is_dummy else (part.ulysses, part.ring) for part in microbatches(piece, pool, rank)]
     return Gradients(result.loss, result.gradient_norm, _named_gradients(model), _counts(model)), shapes
 
 
@@ -158,7 +168,8 @@ def _assert_equal(got: list[Gradients], expected: Gradients) -> None:
             assert error <= 1e-10 * scale + 1e-16, f"{name}: off by {error:.2e} at a scale of {scale:.2e}"
         seen |= gradients.by_name.keys()
     assert seen == expected.by_name.keys()
-    assert np.array_equal(sum(gradients.counts for gradients in got), expected.counts)
+    for name, counts in expected.counts.items():
+        assert np.array_equal(sum(gradients.counts[name] for gradients in got if name in gradients.counts), counts)
 
 
 CASES = {
@@ -178,7 +189,7 @@ def attempt(request: pytest.FixtureRequest) -> tuple[ModelConfig, dict[str, Any]
         (case, [plan_iteration(Batch(case.lengths), POOL, policy=policy) for policy in POLICIES])
         for case in CASES.values()
     ]
-    by_rank = run_ranks(RANKS, _run_cases, model_config, planned)
+    by_rank = run_ranks(RANKS, _run_cases, model_config, POOL, planned, timeout_s=240)
     return model_config, {name: [results[number] for results in by_rank] for number, name in enumerate(CASES)}
 
 
@@ -196,6 +207,23 @@ def test_gradients_equal_those_of_one_process(
         assert {(1, 1), (2, 1), (2, 2)} <= shapes, "degrees 1, 2 and 4, the last as Ulysses 2 × ring 2"
     else:
         assert None in shapes, "some rank ran a dummy"
+
+
+def test_gradients_through_two_pipeline_stages_equal_those_of_one_process(monkeypatch: pytest.MonkeyPatch):
+    """1F1B over two stages × a pool of four; microbatches differ in shape, dummies and a batch of one among them."""
+    pool = replace(POOL, stages=2)
+    cases = [CASES[name] for name in ("mixed", "only the longest has labels", "fewer sequences than ranks")]
+    planned = [
+        (case, [plan_iteration(Batch(case.lengths), pool, policy=policy) for policy in ("hydra", "static_cp")])
+        for case in cases
+    ]
+    counts = {plan.header.microbatches for _, plans in planned for plan in plans}
+    assert min(counts) < pool.stages < max(counts), "fewer microbatches than stages, and more"
+    by_rank = run_ranks(RANKS * pool.stages, _run_cases, DEEP, pool, planned, timeout_s=240)
+    for number, (case, plans) in enumerate(planned):
+        expected = one_process(DEEP, case, monkeypatch)
+        for which in range(len(plans)):
+            _assert_equal([results[number][which][0] for results in by_rank], expected)
 
 
 def test_weights_do_not_depend_on_the_number_of_ep_ranks():
