@@ -71,7 +71,7 @@ class Rows:
 
     def _index(self, device: torch.device) -> Tensor:
         if device not in self._on:
-            self._on[device] = self._numbers.to(device, non_blocking=True)
+            self._on[device] = _copied(self._numbers, device)
         return self._on[device]
 
 
@@ -100,11 +100,26 @@ class Segments:
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """cu_q and cu_k on `device`, copied once."""
         if device not in self._on:
-            self._on[device] = (
-                torch.from_numpy(self.cu_q).to(device, non_blocking=True),
-                torch.from_numpy(self.cu_k).to(device, non_blocking=True),
-            )
+            cu_q, cu_k = (_copied(torch.from_numpy(column), device) for column in (self.cu_q, self.cu_k))
+            self._on[device] = cu_q, cu_k
         return self._on[device]
+
+    @cached_property
+    def are_square(self) -> bool:
+        """Whether every segment has as many keys as queries, as a causal mask needs."""
+        return np.array_equal(self.cu_q, self.cu_k)
+
+    @cached_property
+    def nonempty(self) -> tuple[Rows, Rows, Segments]:
+        """Rows of queries and of keys that meet any of the other, and the segments of the streams of those alone."""
+        cu_q, cu_k = self.cu_q.astype(np.int64), self.cu_k.astype(np.int64)
+        queries, keys = np.diff(cu_q), np.diff(cu_k)
+        alive = (queries > 0) & (keys > 0)
+        return (
+            Rows(_runs(cu_q[:-1][alive], queries[alive])),
+            Rows(_runs(cu_k[:-1][alive], keys[alive])),
+            self if alive.all() else Segments(queries[alive], keys[alive]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +288,13 @@ def _runs(starts: LongColumn, counts: LongColumn) -> LongColumn:
     """Row numbers start, start + 1, … (count of them) of every run, one after the other."""
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
+
+
+def _copied(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on `device`. From pinned memory: a copy from pageable memory may wait for the device."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def _cumulative(counts: LongColumn) -> npt.NDArray[np.int32]:

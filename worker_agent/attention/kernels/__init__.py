@@ -7,14 +7,32 @@ import torch
 from scheduler_service.domain import InvalidInputError, Reason
 from worker_agent.attention.kernels.contract import AttentionKernel, accumulation_dtype
 from worker_agent.attention.kernels.cpu_flash import CpuFlashKernel
+from worker_agent.attention.kernels.flash_attn_2 import FlashAttention2Kernel
+from worker_agent.attention.kernels.flash_attn_3 import FlashAttention3Kernel
+from worker_agent.attention.kernels.flash_attn_4 import FlashAttention4Kernel
 from worker_agent.attention.kernels.reference import ReferenceKernel
+from worker_agent.attention.kernels.report import KernelReport, report_on
+from worker_agent.attention.kernels.torch_varlen import TorchVarlenKernel
 
-KERNELS: tuple[AttentionKernel, ...] = (CpuFlashKernel(), ReferenceKernel())
+KERNELS: tuple[AttentionKernel, ...] = (
+    FlashAttention3Kernel(),
+    FlashAttention4Kernel(),
+    FlashAttention2Kernel(),
+    TorchVarlenKernel(),
+    CpuFlashKernel(),
+    ReferenceKernel(),
+)
 """Every adapter, the fastest first."""
 
 
 def select_kernel(
-    device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, name: str | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    d_qk: int,
+    d_v: int,
+    name: str | None = None,
+    *,
+    deterministic: bool = False,
 ) -> AttentionKernel:
     """The first kernel that can run such inputs, or the one called `name`.
 
@@ -24,7 +42,7 @@ def select_kernel(
     for kernel in KERNELS:
         if name is not None and kernel.name != name:
             continue
-        refusal = kernel.refusal(device, dtype, d_qk, d_v)
+        refusal = kernel.refusal(device, dtype, d_qk, d_v, deterministic=deterministic)
         if refusal is None:
             return kernel
         reasons.append(f"{kernel.name} {refusal}")
@@ -35,4 +53,11 @@ def select_kernel(
     )
 
 
-__all__ = ["AttentionKernel", "KERNELS", "accumulation_dtype", "select_kernel"]
+def describe_kernels(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, d_qk: int = 128, d_v: int = 128
+) -> tuple[KernelReport, ...]:
+    """What each adapter could do with such inputs here, in the order of choice: the first that can run is chosen."""
+    return tuple(report_on(kernel, device, dtype, d_qk, d_v) for kernel in KERNELS)
+
+
+__all__ = ["AttentionKernel", "KERNELS", "KernelReport", "accumulation_dtype", "describe_kernels", "select_kernel"]

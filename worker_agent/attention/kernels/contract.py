@@ -24,9 +24,13 @@ class AttentionKernel(Protocol):
     """
 
     name: str
+    distribution: str
+    """The installed package that it comes with."""
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> str | None:
-        """Why this kernel cannot run such inputs on this machine, in words; None if it can."""
+    def refusal(
+        self, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, *, deterministic: bool = False
+    ) -> str | None:
+        """Why this kernel cannot run such inputs on this machine, in words that follow its name; None if it can."""
         ...
 
     def forward(
@@ -52,7 +56,10 @@ class AttentionKernel(Protocol):
         causal: bool,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this block in the input's dtype or wider; `out` and `lse` are those over all keys."""
+        """dq, dk, dv of this block in the input's dtype or wider.
+
+        `out`, in the input's dtype, and `lse` are those over all keys. `deterministic`: bit-equal from run to run.
+        """
         ...
 
 

@@ -25,8 +25,11 @@ class CpuFlashKernel:
     """torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, sequence by sequence."""
 
     name = "torch-cpu-flash"
+    distribution = "torch"
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> str | None:
+    def refusal(
+        self, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, *, deterministic: bool = False
+    ) -> str | None:
         """CPU tensors of the four usual floating-point types."""
         if device.type != "cpu":
             return f"runs on the CPU, the tensors are on {device}"

@@ -22,8 +22,11 @@ class ReferenceKernel:
     """Softmax written out; see the contract for shapes."""
 
     name = "reference"
+    distribution = "hydra-cp"
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> str | None:
+    def refusal(
+        self, device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, *, deterministic: bool = False
+    ) -> str | None:
         """Runs anything that is a floating-point number."""
         return None if dtype.is_floating_point else f"{dtype} is no floating-point type"
 

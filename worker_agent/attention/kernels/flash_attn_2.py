@@ -1,0 +1,90 @@
+"""FlashAttention-2: GPUs from Ampere on, heads of one width up to 256.
+
+Its varlen backward takes the output and the log-sum-exp from the caller. Both functions are internal to the package;
+their parameters have been these since 2.7.0 (flash_attn/flash_attn_interface.py; limits: csrc/flash_attn/flash_api.cpp
+of Dao-AILab/flash-attention).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from worker_agent.attention.kernels.library import Library
+from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_widths
+
+_LIBRARY = Library(
+    "flash_attn.flash_attn_interface",
+    "pip install --no-build-isolation 'flash-attn>=2.7'",
+    {"_flash_attn_varlen_forward": ("window_size_left",), "_flash_attn_varlen_backward": ("window_size_left",)},
+)
+
+
+class FlashAttention2Kernel(VarlenKernel):
+    """flash_attn 2.7 and later."""
+
+    name = "flash-attn-2"
+    distribution = "flash-attn"
+    oldest_gpu = 8
+
+    def __init__(self, library: Library = _LIBRARY) -> None:
+        self._library = library
+
+    def _library_refusal(self) -> str | None:
+        return self._library.refusal
+
+    def _widths(self, d_qk: int, d_v: int) -> tuple[int, int]:
+        return equal_widths(d_qk, d_v)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: VarlenBlock) -> tuple[Tensor, Tensor]:
+        out, lse, _, _ = self._library.call(
+            "_flash_attn_varlen_forward",
+            q,
+            k,
+            v,
+            cu_seqlens_q=block.cu_q,
+            cu_seqlens_k=block.cu_k,
+            max_seqlen_q=block.longest_q,
+            max_seqlen_k=block.longest_k,
+            dropout_p=0.0,
+            softmax_scale=block.scale,
+            causal=block.causal,
+        )
+        return out, lse
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: VarlenBlock,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        self._library.call(
+            "_flash_attn_varlen_backward",
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            cu_seqlens_q=block.cu_q,
+            cu_seqlens_k=block.cu_k,
+            max_seqlen_q=block.longest_q,
+            max_seqlen_k=block.longest_k,
+            dropout_p=0.0,
+            softmax_scale=block.scale,
+            causal=block.causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=deterministic,
+        )
+        return dq, dk, dv
