@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from scheduler_service.domain import InvalidInputError, Pool, Reason
 from scheduler_service.simulation.hardware import Hardware
-from scheduler_service.simulation.models import Model
+from scheduler_service.simulation.models import Matrix, Model, weights
 
 
 class Engine(StrEnum):
@@ -43,6 +44,15 @@ class StageLayers:
     """1 where the output head is."""
     embedding: int
     """1 where the input embedding is."""
+
+
+class StageParameters(NamedTuple):
+    """Weights that one GPU of a stage holds."""
+
+    shared: float
+    """The same on all ranks of the pool."""
+    expert: float
+    """The same on all EP groups."""
 
 
 @dataclass(frozen=True)
@@ -139,3 +149,25 @@ class Cluster:
             stages.append(StageLayers(dense, layers - dense, head=int(last), embedding=int(stage == 0)))
             first += layers
         return tuple(stages)
+
+    @cached_property
+    def stage_parameters(self) -> tuple[StageParameters, ...]:
+        """Weights on one GPU of each stage: split matrices by TP, experts by EP and TP, the others whole."""
+        model = self.model
+        attention = self._parameters(model.attention_matrices)
+        dense = attention + self._parameters(model.dense_matrices)
+        moe = attention + self._parameters(model.router_matrices + model.shared_matrices)
+        experts = weights(model.expert_matrices) * (model.experts.count if model.experts else 0) / (self.ep * self.tp)
+        vocabulary = model.head_matrix.parameters / self.tp
+        return tuple(
+            StageParameters(
+                shared=layers.dense * dense
+                + layers.moe * moe
+                + vocabulary * (1 if model.tied_embedding and self.stages == 1 else layers.head + layers.embedding),
+                expert=layers.moe * experts,
+            )
+            for layers in self.stage_layers
+        )
+
+    def _parameters(self, matrices: tuple[Matrix, ...]) -> float:
+        return sum(matrix.parameters / (self.tp if matrix.split else 1) for matrix in matrices)
