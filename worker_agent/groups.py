@@ -3,24 +3,35 @@
 A plan may put any aligned group of ranks to work in any microbatch, and the ranks of a job have different group
 histories. Handles are therefore made up front, for all groups of two ranks and more, by all ranks of the job in the
 same order; afterwards `group` is a local lookup that cannot hang. `use_local_synchronization` is never used: its
-names hash a count per process, and ranks with different histories wait for different names.
+names hash a count per process, and ranks with different histories wait for different names. In a very large pool a
+rank makes the handles that it is part of and no others, under explicit names (see `named_groups`).
 
 A handle is cheap. With NCCL its communicator is built when the group first exchanges something (so long as the default
 process group is not bound to a device); gloo connects at once. A rank is in at most log2(G) + 1 of the handles: the
-aligned powers of two around it, and the full pool.
+aligned powers of two around it, and the full pool. That bounds its communicators, whatever is planned. `warm` builds
+those of a plan when it is adopted, in the order of its microbatches, so that none is built inside a pipeline schedule.
 
-Does not: decide which groups are used (the plan does), or warm communicators up.
+Does not: decide which groups are used (the plan does).
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from scheduler_service.domain import HydraCpError, InvalidInputError, Reason
 from worker_agent.communication import ByteCounters
+from worker_agent.named_groups import new_named_group
+
+NAMED_ABOVE = 512
+"""Most handles that all ranks make together, at about 2 ms each: with more, each rank makes only its own, by name."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,14 +81,16 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """How many handles and communicators a rank holds."""
+    """How many handles and communicators a rank holds, and what they cost."""
 
     created: int
-    """Handles that were made, over all pools of the job."""
+    """Handles that this rank took part in making, over all pools of the job."""
     member: int
     """Handles that this rank is part of: the most communicators it can ever hold, at most log2(G) + 1."""
     used: int
-    """Handles that this rank has looked up: the communicators that it holds once it has run on them."""
+    """Handles that this rank has warmed or looked up: the communicators that it holds once it has run on them."""
+    device_bytes: int
+    """Device memory that went while communicators were warmed; 0 without an accelerator."""
 
 
 class GroupRegistry:
@@ -85,7 +98,8 @@ class GroupRegistry:
 
     Constructing one is collective over *all* ranks of the job, in the same place of the program, and each passes the
     process group of its own pool, or what `dist.new_group` gave it as a non-member. Without torch.distributed the
-    pool is this process alone. `timeout` bounds every collective on the groups (None: the backend's default).
+    pool is this process alone. `timeout` bounds every collective on the groups (None: the backend's default). `named`:
+    whether handles are made by name; None decides by their number. All ranks pass the same.
     """
 
     def __init__(
@@ -94,16 +108,26 @@ class GroupRegistry:
         *,
         counters: ByteCounters | None = None,
         timeout: timedelta | None = None,
+        named: bool | None = None,
     ) -> None:
         self.counters = counters or ByteCounters()
         self._pool = _pool_ranks(process_group)
         self._rank = self._pool.index(dist.get_rank()) if dist.is_initialized() and self._pool else 0
         self._handles: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._used: set[tuple[int, int]] = set()
+        self._warm: set[tuple[int, int]] = set()
+        self._device_bytes = 0
         self._created = 0
-        for pool in _all_pools(process_group, self._pool):
+        pools = _all_pools(process_group, self._pool)
+        if named is None:
+            named = sum(len(aligned_groups(len(pool))) for pool in pools) > NAMED_ABOVE
+        for pool in [self._pool] if named else pools:
             for start, degree in aligned_groups(len(pool)):
-                handle = dist.new_group(list(pool[start : start + degree]), timeout=timeout)
+                if named and not start <= self._rank < start + degree:
+                    continue
+                ranks = pool[start : start + degree]
+                make = new_named_group if named else dist.new_group
+                handle = make(list(ranks), timeout=timeout)
                 self._created += 1
                 if pool == self._pool:
                     self._handles[start, degree] = handle
@@ -139,10 +163,32 @@ class GroupRegistry:
             counters=self.counters,
         )
 
+    def warm(self, groups: Iterable[tuple[int, int, int]]) -> None:
+        """Build the communicators of (start, degree, ulysses) groups, those of a plan in the order of its microbatches.
+
+        This rank gives the groups that it is in, one for each microbatch. Collective over their members, who meet:
+        each has the same microbatches in the same order. A communicator is built once, on all its ranks alike. Raises
+        as `group` does.
+        """
+        before = len(self._warm)
+        for start, degree, ulysses in groups:
+            self._check(start, degree, ulysses)
+            inner_start = start + (self._rank - start) // ulysses * ulysses
+            for key in ((start, degree), (inner_start, ulysses)):
+                if key[1] > 1 and key not in self._warm:
+                    self._warm.add(key)
+                    self._device_bytes += _build(self._handle(*key))
+        if len(self._warm) > before:
+            told = self.report()
+            _log.info(
+                "rank %d holds %d communicators of at most %d, %d bytes of device memory",
+                self._rank, len(self._warm), told.member, told.device_bytes,
+            )  # fmt: skip
+
     def report(self) -> GroupReport:
-        """Handles made, held and looked up so far."""
+        """Handles made, held and used so far."""
         member = sum(start <= self._rank < start + degree for start, degree in self._handles)
-        return GroupReport(created=self._created, member=member, used=len(self._used))
+        return GroupReport(self._created, member, len(self._used), self._device_bytes)
 
     def _handle(self, start: int, degree: int) -> dist.ProcessGroup | None:
         if degree == 1:
@@ -182,6 +228,17 @@ def aligned_groups(size: int) -> list[tuple[int, int]]:
     degrees = [1 << e for e in range(1, size.bit_length())]
     aligned = [(start, degree) for degree in degrees for start in range(0, size - degree + 1, degree)]
     return aligned if size < 2 or size in degrees else [*aligned, (0, size)]
+
+
+def _build(handle: dist.ProcessGroup | None) -> int:
+    """The first exchange of a process group; bytes of device memory that it took."""
+    if dist.get_backend(handle) != dist.Backend.NCCL:
+        dist.all_reduce(torch.zeros(1), group=handle)
+        return 0
+    before, _ = torch.cuda.mem_get_info()
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=handle)
+    torch.cuda.synchronize()
+    return max(0, before - torch.cuda.mem_get_info()[0])
 
 
 def _pool_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:

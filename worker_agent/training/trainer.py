@@ -89,6 +89,7 @@ class Trainer:
         label_shards = rerouter.route(labels, IGNORE_INDEX)
         count = count_valid(label_shards, topology.world)
         scale = backward_scale(count)
+        topology.context.warm((part.start, part.degree, part.ulysses) for part in parts)
         summed = torch.zeros((), dtype=torch.float64)
 
         def forward(index: int, arrived: Tensor | None) -> Tensor:
