@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from scheduler_service.domain import InvalidInputError, Reason
-from worker_agent.attention.kernels import select_kernel
+from worker_agent.attention.inputs import check_attention, check_layout, check_scale
 from worker_agent.attention.layout import ShardLayout
-from worker_agent.attention.ring import BlockAttention, ring_attention
-from worker_agent.attention.ulysses import gather_outputs, kv_heads_sent, scatter_keys_values, scatter_queries
+from worker_agent.attention.overlap import gradient_anchor, start_exchange
+from worker_agent.attention.ring import ring_attention
+from worker_agent.attention.ulysses import kv_heads_sent
 from worker_agent.groups import Group
 
 
@@ -34,51 +32,28 @@ def hybrid_attention(
     such inputs. `deterministic`: bit-equal from run to run. Numerics: partial results are merged, and gradients
     summed, in fp32 (fp64 for fp64), and rounded once.
 
-    Collective over `group`, forward and, if q, k or v needs a gradient, backward: then they need it on every rank.
-    Raises `InvalidInputError` where shapes, layout and group do not fit each other.
+    Collective over `group`, forward and backward: the result needs a gradient on every rank, whatever q, k and v do.
+    A layer that has something else to compute meanwhile is written from the same pieces, `start_exchange` and
+    `ring_attention`. Raises `InvalidInputError` where shapes, layout and group do not fit each other.
     """
-    _check(q, k, v, layout, group)
-    if softmax_scale is not None and not (math.isfinite(softmax_scale) and softmax_scale > 0):
-        raise InvalidInputError(
-            Reason.INVALID_ARGUMENT,
-            f"softmax_scale is {softmax_scale}; give a finite number above 0: kernels scale the mask's −∞, too",
-        )
-    attention = BlockAttention(
-        kernel=select_kernel(q.device, q.dtype, q.shape[2], v.shape[2], kernel),
-        scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
+    check_layout(layout, group)
+    check_attention(q, k, v, layout.tokens)
+    check_scale(softmax_scale)
+    heads = q.shape[1]
+    kv_heads_sent(heads, k.shape[1], group.ulysses)
+    anchor = gradient_anchor(q)
+    queries = start_exchange(q, layout, group, anchor)
+    values = start_exchange(v, layout, group, anchor, query_heads=heads)
+    keys = start_exchange(k, layout, group, anchor, query_heads=heads)
+    out = ring_attention(
+        queries.wait(),
+        keys.wait(),
+        values.wait(),
+        layout,
+        group,
+        softmax_scale=softmax_scale,
+        causal=causal,
         deterministic=deterministic,
+        kernel=kernel,
     )
-    queries = scatter_queries(q, group)
-    keys_values = scatter_keys_values(k, v, q.shape[1], group)
-    out = ring_attention(queries, keys_values, layout, group, attention, causal=causal)
-    return gather_outputs(out, group)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, layout: ShardLayout, group: Group) -> None:
-    if (layout.ulysses, layout.ring, layout.rank) != (group.ulysses, group.ring, group.rank):
-        raise InvalidInputError(
-            Reason.INVALID_ARGUMENT,
-            f"the layout is that of rank {layout.rank} of {layout.ulysses} × {layout.ring} ranks, the group that of "
-            f"rank {group.rank} of {group.ulysses} × {group.ring}: make both from the same microbatch of the plan",
-        )
-    fits = (
-        q.dim() == k.dim() == v.dim() == 3
-        and q.shape[0] == k.shape[0] == v.shape[0] == layout.tokens
-        and q.shape[2] == k.shape[2]
-        and k.shape[1] == v.shape[1]
-        and q.dtype == k.dtype == v.dtype
-        and q.device == k.device == v.device
-        and min(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) > 0
-    )
-    if not fits:
-        raise InvalidInputError(
-            Reason.INVALID_ARGUMENT,
-            f"q {_described(q)}, k {_described(k)}, v {_described(v)} for a layout of {layout.tokens} slots: expected "
-            f"q (t, h, d_qk), k (t, h_kv, d_qk), v (t, h_kv, d_v) of one dtype on one device, with t = {layout.tokens} "
-            "and heads and widths of 1 or more",
-        )
-    kv_heads_sent(q.shape[1], k.shape[1], group.ulysses)
-
-
-def _described(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {x.dtype} {x.device}"
+    return start_exchange(out, layout, group, anchor, to="slots").wait()

@@ -76,7 +76,7 @@ class Gradients:
 
 def one_process(model_config: ModelConfig, case: Case, monkeypatch: pytest.MonkeyPatch) -> Gradients:
     """Sequence by sequence through a model that holds every expert, with attention written out."""
-    monkeypatch.setattr(attention_module, "hybrid_attention", _explicit_attention)
+    monkeypatch.setattr(attention_module, "ring_attention", _explicit_attention)
     model = LanguageModel(model_config, seed=5, dtype=torch.float64)
     group = GroupRegistry().group(0, 1)
     tokens, labels = case.sequences()
