@@ -89,6 +89,8 @@ class GroupReport:
     """Handles that this rank is part of: the most communicators it can ever hold, at most log2(G) + 1."""
     used: int
     """Handles that this rank has warmed or looked up: the communicators that it holds once it has run on them."""
+    warm: tuple[tuple[int, int], ...]
+    """(start, degree) of the groups that were warmed, in that order: the same on all ranks of a group."""
     device_bytes: int
     """Device memory that went while communicators were warmed; 0 without an accelerator."""
 
@@ -115,7 +117,7 @@ class GroupRegistry:
         self._rank = self._pool.index(dist.get_rank()) if dist.is_initialized() and self._pool else 0
         self._handles: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._used: set[tuple[int, int]] = set()
-        self._warm: set[tuple[int, int]] = set()
+        self._warm: dict[tuple[int, int], None] = {}  # in order
         self._device_bytes = 0
         self._created = 0
         pools = _all_pools(process_group, self._pool)
@@ -176,7 +178,7 @@ class GroupRegistry:
             inner_start = start + (self._rank - start) // ulysses * ulysses
             for key in ((start, degree), (inner_start, ulysses)):
                 if key[1] > 1 and key not in self._warm:
-                    self._warm.add(key)
+                    self._warm[key] = None
                     self._device_bytes += _build(self._handle(*key))
         if len(self._warm) > before:
             told = self.report()
@@ -188,7 +190,7 @@ class GroupRegistry:
     def report(self) -> GroupReport:
         """Handles made, held and used so far."""
         member = sum(start <= self._rank < start + degree for start, degree in self._handles)
-        return GroupReport(self._created, member, len(self._used), self._device_bytes)
+        return GroupReport(self._created, member, len(self._used), tuple(self._warm), self._device_bytes)
 
     def _handle(self, start: int, degree: int) -> dist.ProcessGroup | None:
         if degree == 1:

@@ -78,6 +78,9 @@ def test_a_plans_groups_are_warm_before_it_runs_and_stay_few() -> None:
     for first, held, report in told:
         assert 0 < first <= held == report.used <= report.member == 3
         assert report.device_bytes == 0
+    # What is warm leads to collectives: a rank that thought otherwise than its peers would wait for ever.
+    for start, degree in aligned_groups(8):
+        assert len({(start, degree) in report.warm for _, _, report in told[start : start + degree]}) == 1
 
 
 def hybrid_cuts(rank: int) -> None:

@@ -209,6 +209,27 @@ def test_gradients_equal_those_of_one_process(
         assert None in shapes, "some rank ran a dummy"
 
 
+CUTS = [replace(POOL, max_ulysses=inner) for inner in (1, 2, 4)]
+
+
+def _run_cuts(rank: int, case: Case, plans: list[Plan]) -> list[tuple[Gradients, list[Shape]]]:
+    topology = build_topology(POOL)
+    return [_run_plan(GQA, pool, case, plan, topology) for pool, plan in zip(CUTS, plans, strict=True)]
+
+
+def test_loss_and_gradients_are_the_same_for_every_cut_of_a_group_into_ulysses_and_ring(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    case = CASES["one sequence masked"]
+    plans = [plan_iteration(Batch(case.lengths), pool, policy="hydra") for pool in CUTS]
+    by_rank = run_ranks(RANKS, _run_cuts, case, plans, timeout_s=240)
+    expected = one_process(GQA, case, monkeypatch)
+    for number in range(len(CUTS)):
+        _assert_equal([results[number][0] for results in by_rank], expected)
+    shapes = [{shape for results in by_rank for shape in results[number][1]} for number in range(len(CUTS))]
+    assert all(cut in seen for cut, seen in zip(((1, 4), (2, 2), (4, 1)), shapes, strict=True))
+
+
 def test_gradients_through_two_pipeline_stages_equal_those_of_one_process(monkeypatch: pytest.MonkeyPatch):
     """1F1B over two stages × a pool of four; microbatches differ in shape, dummies and a batch of one among them."""
     pool = replace(POOL, stages=2)
