@@ -12,12 +12,6 @@ from torch import Tensor
 from worker_agent.attention.kernels.library import Library
 from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_widths
 
-_LIBRARY = Library(
-    "flash_attn.flash_attn_interface",
-    "pip install --no-build-isolation 'flash-attn>=2.7'",
-    {"_flash_attn_varlen_forward": ("window_size_left",), "_flash_attn_varlen_backward": ("window_size_left",)},
-)
-
 
 class FlashAttention2Kernel(VarlenKernel):
     """flash_attn 2.7 and later."""
@@ -26,8 +20,12 @@ class FlashAttention2Kernel(VarlenKernel):
     distribution = "flash-attn"
     oldest_gpu = 8
 
-    def __init__(self, library: Library = _LIBRARY) -> None:
-        self._library = library
+    def __init__(self) -> None:
+        self._library = Library(
+            "flash_attn.flash_attn_interface",
+            "pip install --no-build-isolation 'flash-attn>=2.7'",
+            {"_flash_attn_varlen_forward": ("window_size_left",), "_flash_attn_varlen_backward": ("window_size_left",)},
+        )
 
     def _library_refusal(self) -> str | None:
         return self._library.refusal

@@ -12,12 +12,6 @@ from torch import Tensor
 from worker_agent.attention.kernels.library import Library
 from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_or_latent_widths
 
-_LIBRARY = Library(
-    "flash_attn_interface",
-    "build flash_attn_3 from the hopper folder of github.com/Dao-AILab/flash-attention, December 2025 or later",
-    {"_flash_attn_forward": ("cu_seqlens_q", "window_size_left"), "_flash_attn_backward": ("is_causal",)},
-)
-
 
 class FlashAttention3Kernel(VarlenKernel):
     """flash_attn_3."""
@@ -27,8 +21,12 @@ class FlashAttention3Kernel(VarlenKernel):
     oldest_gpu = newest_gpu = 9
     widest_deterministic = 192
 
-    def __init__(self, library: Library = _LIBRARY) -> None:
-        self._library = library
+    def __init__(self) -> None:
+        self._library = Library(
+            "flash_attn_interface",
+            "build flash_attn_3 from the hopper folder of github.com/Dao-AILab/flash-attention, December 2025 or later",
+            {"_flash_attn_forward": ("cu_seqlens_q", "window_size_left"), "_flash_attn_backward": ("is_causal",)},
+        )
 
     def _library_refusal(self) -> str | None:
         return self._library.refusal

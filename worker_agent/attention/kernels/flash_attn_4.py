@@ -12,15 +12,6 @@ from torch import Tensor
 from worker_agent.attention.kernels.library import Library
 from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_or_latent_widths
 
-_LIBRARY = Library(
-    "flash_attn.cute.interface",
-    "pip install --pre flash-attn-4",
-    {
-        "_flash_attn_fwd": ("cu_seqlens_q", "max_seqlen_q", "return_lse"),
-        "_flash_attn_bwd": ("cu_seqlens_q", "max_seqlen_q", "deterministic"),
-    },
-)
-
 
 class FlashAttention4Kernel(VarlenKernel):
     """flash_attn.cute."""
@@ -29,8 +20,15 @@ class FlashAttention4Kernel(VarlenKernel):
     distribution = "flash-attn-4"
     oldest_gpu, newest_gpu = 9, 11
 
-    def __init__(self, library: Library = _LIBRARY) -> None:
-        self._library = library
+    def __init__(self) -> None:
+        self._library = Library(
+            "flash_attn.cute.interface",
+            "pip install --pre flash-attn-4",
+            {
+                "_flash_attn_fwd": ("cu_seqlens_q", "max_seqlen_q", "return_lse"),
+                "_flash_attn_bwd": ("cu_seqlens_q", "max_seqlen_q", "deterministic"),
+            },
+        )
 
     def _library_refusal(self) -> str | None:
         return self._library.refusal
