@@ -51,7 +51,7 @@ def ring_attention(
     check_attention(q, k, v, layout.ring_tokens)
     check_scale(softmax_scale)
     attention = BlockAttention(
-        kernel=select_kernel(q.device, q.dtype, q.shape[2], v.shape[2], kernel),
+        kernel=select_kernel(q.device, q.dtype, q.shape[2], v.shape[2], kernel, deterministic=deterministic),
         scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         deterministic=deterministic,
     )
