@@ -26,6 +26,7 @@ SUB_COMMANDS = {
     "quickstart": SubCommand(extra="training"),
     "serve": SubCommand(extra="service"),
     "plan": SubCommand(),
+    "simulate": SubCommand(),
     "budget": SubCommand(),
     "version": SubCommand(),
 }
