@@ -111,7 +111,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None, counters: ByteC
         return Transfer(x)
     counters.add(kind, (size - 1) * x.element_size() * x.numel())
     sent, received = x.contiguous(), x.new_empty((size * x.shape[0], *x.shape[1:]))
-    return _started(received, sent, partial(dist.all_gather_into_tensor, received, sent, group=group, async_op=True))
+    return _started(received, sent, partial(_all_gather(), received, sent, group=group, async_op=True))
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, counters: ByteCounters, kind: str) -> Transfer:
@@ -171,6 +171,11 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return all_to_all(gradient, *ctx.reverse), None, None, None, None, None
+
+
+def _all_gather() -> Callable[..., dist.Work]:
+    """The operation has this name since torch 2.13, where the older one is deprecated."""
+    return cast(Any, getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
 
 
 def _started(received: Tensor, sent: Tensor, collective: Callable[[], dist.Work]) -> Transfer:
