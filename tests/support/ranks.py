@@ -1,4 +1,4 @@
-"""Runs a function in several real processes that form a gloo process group."""
+"""Runs a function in several real processes that form a process group."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    world_size: int, body: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
     """Call `body(rank, *arguments)` in `world_size` processes; return what each returned, by rank.
 
-    `body` is a module-level function; the default process group is gloo. An exception or the death of any rank
+    `body` is a module-level function; the default process group is of `backend`. An exception or the death of any rank
     fails the caller with that rank's traceback, and a run longer than `timeout_s` fails by name: nothing hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +34,8 @@ def run_ranks(world_size: int, body: Callable[..., Any], *arguments: Any, timeou
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
-                target=_run, args=(theirs, rank, world_size, str(Path(folder, "store")), timeout_s, body, arguments)
+                target=_run,
+                args=(theirs, rank, world_size, backend, str(Path(folder, "store")), timeout_s, body, arguments),
             )
             process.start()
             theirs.close()
@@ -73,6 +76,7 @@ def _run(
     pipe: Connection,
     rank: int,
     world_size: int,
+    backend: str,
     store: str,
     timeout_s: float,
     body: Callable[..., Any],
@@ -83,7 +87,7 @@ def _run(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,

@@ -179,6 +179,21 @@ def test_a_deterministic_backward_is_bit_equal_from_run_to_run(candidate: Candid
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be waited for")
+@in_the_best_dtype
+def test_nothing_waits_for_the_device(candidate: Candidate) -> None:
+    if candidate.device.type != "cuda" or candidate.kernel.name == "reference":
+        pytest.skip(f"{candidate.kernel.name} on {candidate.device} is no fast path of a GPU")
+    x = inputs(candidate, 300, 300, 4, 2, 16, 16)
+    forward_and_backward(candidate, x, segments([100, 200], [100, 200]), causal=True)  # loads and compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward_and_backward(candidate, x, segments([100, 200], [100, 200]), causal=True)
+        forward_and_backward(candidate, x, segments([100, 0, 199], [100, 10, 190]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @in_the_best_dtype
 def test_a_sequence_longer_than_a_block_of_keys(candidate: Candidate) -> None:
     x = inputs(candidate, 1301, 1301, 2, 1, 8, 8)
