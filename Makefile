@@ -55,6 +55,10 @@ format: setup ## Let ruff rewrite what it can
 bench: setup ## Measure planning speed; JSON in build/bench/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.plan_speed $(ARGS)
 
+.PHONY: gpu-check
+gpu-check: setup ## On a machine with a GPU: kernel contract, kernel times, overlap (exit code 2 where there is none)
+	$(BIN)/python -m tests.benchmarks.gpu_check
+
 ##@ Build
 
 .PHONY: ui
