@@ -93,7 +93,7 @@ def simulate(
     budget: Annotated[int | None, typer.Option(help="Without a preset: token budget, B.")] = None,
     policy: Annotated[str, typer.Option(help=f"all, or one of {', '.join(POLICIES)}.")] = "all",
     engine: Annotated[
-        Engine | None, typer.Option(help="With a preset: run all plans on this engine instead of each on its own.")
+        Engine | None, typer.Option(help="With a preset: run all plans on this engine instead of the system's own.")
     ] = None,
     train_tokens: Annotated[
         float | None, typer.Option(help="With a preset: tokens of the whole training, for days and dollars.")

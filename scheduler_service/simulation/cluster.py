@@ -19,7 +19,9 @@ class Engine(StrEnum):
     """How a CP group computes attention."""
 
     HYBRID = "hybrid"
-    """Ulysses inside, up to the heads of a TP rank; a ring outside."""
+    """Ulysses inside, up to the heads of a TP rank, beside the projections and with latents; a ring outside."""
+    ULYSSES = "ulysses"
+    """The same ranks, but exchanges are waited for, and latent attention sends whole keys and values."""
     RING = "ring"
     """A ring over all ranks of the group."""
 
@@ -77,7 +79,7 @@ class Cluster:
     engine: Engine = Engine.HYBRID
     recompute: Recompute = Recompute.NONE
     exchange_overlap: bool = True
-    """Whether Ulysses' exchanges run beside the projections that do not need them (design of the engine, section 4)."""
+    """Whether the hybrid engine's exchanges run beside projections that do not need them (engine design, section 4)."""
     gradient_overlap: bool = True
     """Whether gradients and parameters are exchanged beside the last backward and the first forward."""
     distributed_optimizer: bool = True
@@ -127,7 +129,7 @@ class Cluster:
             stages=self.stages,
             ep=self.ep,
             heads=heads,
-            max_ulysses=heads if self.engine is Engine.HYBRID else 1,
+            max_ulysses=1 if self.engine is Engine.RING else heads,
             node=self.hardware.gpus_per_node // self.tp,
             microbatch_multiple=self.stages if self.chunks > 1 else 1,
             sequence_parallel=self.tp,

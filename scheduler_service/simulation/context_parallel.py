@@ -33,12 +33,12 @@ class ExchangeBytes:
         return self.query + self.key_value + self.output
 
 
-def exchange_bytes(attention: Attention, tp: int, ulysses: int, ring: int) -> ExchangeBytes:
+def exchange_bytes(attention: Attention, tp: int, ulysses: int, ring: int, *, latent: bool = True) -> ExchangeBytes:
     """Bytes per token for a group of ulysses × ring ranks, heads divided over `tp` GPUs.
 
     KV heads of a Ulysses rank: h' = h/gcd(h/h_kv, h/P_u) over all, so that each rank has those its query heads need.
-    Keys and values travel whole, or as the latent that they are made from: (P_u − 1)·width instead of
-    (P_u − 1)/P_u·h'(d_qk + d_v), whichever is less.
+    Keys and values travel whole, or, with `latent`, as the latent that they are made from where that is less:
+    (P_u − 1)·width instead of (P_u − 1)/P_u·h'(d_qk + d_v).
     """
     heads = max(1, attention.heads // tp)
     kv_heads = max(1, attention.kv_heads // tp)
@@ -46,7 +46,7 @@ def exchange_bytes(attention: Attention, tp: int, ulysses: int, ring: int) -> Ex
     width = attention.d_qk + attention.d_v
     away = (ulysses - 1) / ulysses
     key_value = away * travelling * width
-    if attention.latent_width is not None:
+    if latent and attention.latent_width is not None:
         key_value = min(key_value, (ulysses - 1) * attention.latent_width)
     return ExchangeBytes(
         query=BYTES * away * heads * attention.d_qk,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_service.simulation.cluster import Cluster, Recompute
+from scheduler_service.simulation.cluster import Cluster, Engine, Recompute
 from scheduler_service.simulation.collectives import (
     Transfer,
     all_to_all,
@@ -184,10 +184,11 @@ def _ulysses(cluster: Cluster, ulysses: int, tokens: Column) -> tuple[Transfer, 
         nothing = no_transfer(tokens)
         return nothing, (nothing.seconds, nothing.seconds)
     team = team_of(gpu, ulysses, stride=cluster.tp)
-    volume = exchange_bytes(model.attention, cluster.tp, ulysses, 1)
+    hybrid = cluster.engine is Engine.HYBRID
+    volume = exchange_bytes(model.attention, cluster.tp, ulysses, 1, latent=hybrid)
     parts = [all_to_all(gpu, each * tokens, team) for each in (volume.query, volume.key_value, volume.output)]
     whole = Transfer(*(sum(columns) for columns in zip(*parts, strict=True)))
-    if not cluster.exchange_overlap:
+    if not (hybrid and cluster.exchange_overlap):
         return whole, (whole.seconds, whole.seconds)
     covers = [
         products_s(gpu, tuple(m for m in model.attention_matrices if m.part is part), tokens, cluster.tp)

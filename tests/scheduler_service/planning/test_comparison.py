@@ -25,20 +25,21 @@ def test_every_system_has_an_engine_and_gives_a_valid_plan() -> None:
         assert outcome.error is None
         verify_plan(outcome.plan, BATCH)
         assert outcome.simulation.iteration_s > 0
-        assert outcome.engine is ENGINES[outcome.policy]
+        assert outcome.engine in ENGINES[outcome.policy]
 
 
 @pytest.mark.parametrize("policy", ["hydra", "static_cp"])
 def test_no_largest_degree_next_to_the_chosen_one_is_faster(policy: str) -> None:
     (found,) = compare(BATCH, CLUSTER, [policy])
     chosen = int(found.plan.degree.max())
-    job = CLUSTER.with_engine(ENGINES[policy])
+    jobs = [CLUSTER.with_engine(engine) for engine in ENGINES[policy]]
     for limit in (None, chosen // 2):
         try:
-            plan = plan_iteration(BATCH, replace(job.pool, max_degree=limit), policy=policy, cost=simple_cost(job))
+            pool = replace(jobs[0].pool, max_degree=limit)
+            plan = plan_iteration(BATCH, pool, policy=policy, cost=simple_cost(jobs[0]))
         except ValueError:  # the longest sequence does not fit
             continue
-        assert simulate(plan, BATCH, job).iteration_s >= found.simulation.iteration_s
+        assert min(simulate(plan, BATCH, job).iteration_s for job in jobs) >= found.simulation.iteration_s
 
 
 def test_one_engine_for_all_when_asked() -> None:

@@ -152,7 +152,7 @@ def test_utilisation_is_needed_work_over_the_peak() -> None:
     assert found.tokens_per_s_per_gpu == pytest.approx(36000 / 36 / found.iteration_s)
 
 
-def test_a_ring_pays_for_its_hops_and_ulysses_for_less() -> None:
+def test_a_ring_pays_for_its_hops_ulysses_for_less_and_ulysses_that_overlaps_for_least() -> None:
     cluster = load_cluster("paper_512_h20")
     batch = Batch([262144] + [4000] * 96)
     both = {}
@@ -160,7 +160,7 @@ def test_a_ring_pays_for_its_hops_and_ulysses_for_less() -> None:
         job = cluster.with_engine(engine)
         both[engine] = simulate(plan_iteration(batch, job.pool, policy="hydra"), batch, job)
     assert both[Engine.RING].traffic_bytes["CP ring"][1] > both[Engine.HYBRID].traffic_bytes["CP ring"][1]
-    assert both[Engine.RING].iteration_s > both[Engine.HYBRID].iteration_s
+    assert both[Engine.RING].iteration_s > both[Engine.ULYSSES].iteration_s > both[Engine.HYBRID].iteration_s
 
 
 def test_recomputation_costs_a_forward_and_overlap_saves_time() -> None:
