@@ -33,6 +33,7 @@ def test_wheel_holds_packages_generated_protos_and_the_built_dashboard(wheel: Pa
         "hydracp/v1/planner_pb2_grpc.py",
         "scheduler_service/dashboard/static/index.html",
         "scheduler_service/simulation/presets/models/deepseek_v3.yaml",
+        "scheduler_service/simulation/published/attention_h100.csv",
     ):
         assert expected in names
     assert not [name for name in names if name.startswith(("tests/", "deploy/", "scheduler_service/dashboard/ui/"))]

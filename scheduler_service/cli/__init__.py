@@ -28,6 +28,7 @@ SUB_COMMANDS = {
     "plan": SubCommand(),
     "simulate": SubCommand(),
     "budget": SubCommand(),
+    "validate": SubCommand(),
     "version": SubCommand(),
 }
 
