@@ -27,6 +27,7 @@ SUB_COMMANDS = {
     "serve": SubCommand(extra="service"),
     "plan": SubCommand(),
     "simulate": SubCommand(),
+    "sweep": SubCommand(),
     "budget": SubCommand(),
     "validate": SubCommand(),
     "version": SubCommand(),

@@ -7,9 +7,9 @@ from dataclasses import asdict, fields, replace
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from scheduler_service.cli.console import wide_console
 from scheduler_service.cli.failures import reported
 from scheduler_service.simulation.cluster import Cluster, Recompute
 from scheduler_service.simulation.memory import StageMemory, TokenBudget, largest_budget
@@ -48,7 +48,7 @@ def _as_json(cluster: Cluster, found: TokenBudget) -> dict[str, object]:
 
 
 def _print(cluster: Cluster, found: TokenBudget) -> None:
-    console = Console(highlight=False)
+    console = wide_console()
     binding = found.stages[found.binding_stage]
     capacity = cluster.hardware.memory_bytes
     console.print(

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from scheduler_service.cli.console import wide_console
 from scheduler_service.cli.failures import reported
 from scheduler_service.cli.length_files import read_batch
 from scheduler_service.domain import (
@@ -250,7 +251,7 @@ def _print(report: Report, as_json: bool) -> None:
         policies |= {name: {"error": {"reason": e.reason, "message": str(e)}} for name, e in report.errors.items()}
         typer.echo(json.dumps({**report.setting, "policies": policies, "validated": report.trust}))
         return
-    console = Console(highlight=False)
+    console = wide_console()
     shown = report.setting
     where = f"{shown['cluster']} ({shown['model']}), " if "cluster" in shown else ""
     console.print(

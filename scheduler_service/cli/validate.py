@@ -9,9 +9,9 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from scheduler_service.cli.console import wide_console
 from scheduler_service.cli.failures import reported
 from scheduler_service.domain import InvalidInputError, Reason
 from scheduler_service.simulation.validation import SECTIONS, Check, production_trace
@@ -63,7 +63,7 @@ def _print(name: str, checks: list[Check]) -> None:
         table.add_row(
             check.name, f"{check.predicted:.4g}", f"{check.published:.4g}", f"{check.error:+.2%}", check.unit
         )  # fmt: skip
-    console = Console(highlight=False)
+    console = wide_console()
     console.print(f"[bold]{title}[/bold]")
     console.print(table)
     console.print()

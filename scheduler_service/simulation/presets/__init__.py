@@ -1,7 +1,7 @@
 """Presets: models, GPUs and clusters as YAML files inside the package, one a file, each number with its source.
 
-A name is that of a packaged file; a path that ends in .yaml is a file of the user's with the same fields. A file may
-begin with `base: NAME` and then gives only what differs.
+A name is that of a packaged file, with - or _; a path that ends in .yaml is a file of the user's with the same fields.
+A file may begin with `base: NAME` and then gives only what differs.
 """
 
 from __future__ import annotations
@@ -132,10 +132,11 @@ def _text(kind: str, name: str) -> str:
             return Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise invalid(name, f"cannot be read: {error}") from error
-    if name not in preset_names(kind):
+    packaged = name.replace("-", "_")
+    if packaged not in preset_names(kind):
         known = ", ".join(preset_names(kind))
         raise invalid(name, f"is not among the {kind}: {known}; or give the path of a .yaml file")
-    return (files(__name__) / kind / f"{name}.yaml").read_text(encoding="utf-8")
+    return (files(__name__) / kind / f"{packaged}.yaml").read_text(encoding="utf-8")
 
 
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 from scheduler_service.domain import InvalidInputError
-from scheduler_service.simulation.presets import load_hardware, load_model, preset_names
+from scheduler_service.simulation.presets import load_cluster, load_hardware, load_model, preset_names
 
 
 @pytest.mark.parametrize("name", preset_names("hardware"))
 def test_every_packaged_gpu_loads(name: str) -> None:
     assert load_hardware(name).name == name.upper()
+
+
+def test_names_may_be_written_with_hyphens() -> None:
+    assert load_cluster("paper-512-h20") == load_cluster("paper_512_h20")
 
 
 def test_a_file_says_only_what_differs_from_its_base(tmp_path: Path) -> None:

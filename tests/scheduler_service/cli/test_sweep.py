@@ -1,0 +1,91 @@
+"""`hydra-cp sweep`: every combination once, kept, and taken up again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from scheduler_service.cli import main, sweep
+
+PRESET = "base: paper_2048_h800\nname: small\nranks: 8\n"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["sweep", *arguments])
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    (tmp_path / "small.yaml").write_text(PRESET)
+    (tmp_path / "a.txt").write_text("3000\n" * 40)
+    (tmp_path / "b.txt").write_text("900\n" * 40)
+    files = [option for name in "ab" for option in ("--lengths", str(tmp_path / f"{name}.txt"))]
+    systems = ["--policy", "hydra", "--policy", "megatron"]
+    return ["--preset", str(tmp_path / "small.yaml"), *files, *systems, "--out", str(tmp_path / "out.jsonl")]
+
+
+def rows(tmp_path: Path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+def test_every_combination_is_simulated_in_parallel_and_kept(options: list[str], tmp_path: Path) -> None:
+    result = run(*options, "--jobs", "2")
+    assert result.exit_code == 0, result.output
+    found = rows(tmp_path)
+    assert len({(row["lengths"], row["policy"]) for row in found}) == len(found) == 4
+    assert all(row["iteration_s"] > 0 and row["gpus"] == 32 for row in found)
+
+
+def test_it_goes_on_after_an_interruption_with_what_is_missing(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated: list[str] = []
+    run_case = sweep.run_case
+
+    def interrupted(case: sweep.Case, field: str | None = None) -> dict:
+        if len(simulated) == 3:
+            raise KeyboardInterrupt
+        simulated.append(case.policy)
+        return run_case(case, field)
+
+    monkeypatch.setattr(sweep, "run_case", interrupted)
+    result = run(*options, "--jobs", "1")
+    assert result.exit_code == 1
+    assert "goes on from" in result.stderr
+    assert len(rows(tmp_path)) == 3
+    with (tmp_path / "out.jsonl").open("a") as file:
+        file.write('{"preset": "sm')  # what a crash in the middle of a line leaves
+    monkeypatch.setattr(sweep, "run_case", run_case)
+    assert run(*options, "--jobs", "1").exit_code == 0
+    assert len({(row["lengths"], row["policy"]) for row in rows(tmp_path)}) == len(rows(tmp_path)) == 4
+
+
+def test_a_system_without_a_plan_is_kept_as_such(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("300000\n")
+    assert run(*options, "--jobs", "1").exit_code == 0
+    assert sum("error" in row for row in rows(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--policy", "best"], "policy 'best' is unknown"), (["--preset", "mine"], "is not among the clusters")],
+)
+def test_wrong_names_are_refused_before_anything_runs(
+    options: list[str], tmp_path: Path, more: list[str], message: str
+) -> None:
+    result = run(*options, *more)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_another_file_is_not_taken_for_results(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("1\n2\n")
+    result = run(*options)
+    assert result.exit_code == 2
+    assert "line 1" in result.stderr
+    assert (tmp_path / "out.jsonl").read_text() == "1\n2\n"
