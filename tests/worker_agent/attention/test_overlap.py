@@ -25,7 +25,9 @@ from worker_agent.attention.ulysses import heads_by_slot, rows_by_receiver
 from worker_agent.communication import exchange
 from worker_agent.groups import Group, GroupRegistry
 
-RANKS, ULYSSES = 4, 2
+RANKS = 4
+SHAPES = (1, 2, 4)
+"""P_u: no exchange at all but for the ring, both, and no ring."""
 HEADS, KV_HEADS, D_QK, D_V, HIDDEN = 4, 1, 6, 5, 7
 LENGTHS = (13, 1, 40, 5)
 
@@ -167,11 +169,15 @@ def arrives_elsewhere(group: Group, layout: ShardLayout) -> Tensors:
     }
 
 
-def evidence(rank: int) -> dict[str, Any]:
-    """What this rank saw of everything that the tests claim."""
+def evidence(rank: int) -> list[dict[str, Any]]:
+    """What this rank saw of everything that the tests claim, by shape."""
     registry = GroupRegistry()
-    group = registry.group(0, RANKS, ULYSSES)
-    layout = ShardLayout(LENGTHS, ULYSSES, RANKS // ULYSSES, rank)
+    return [evidence_on(registry.group(0, RANKS, ulysses)) for ulysses in SHAPES]
+
+
+def evidence_on(group: Group) -> dict[str, Any]:
+    rank = group.rank
+    layout = ShardLayout(LENGTHS, group.ulysses, group.ring, rank)
     run = partial(gradients, layout=layout, group=group)
     expected = run(blocking)
     found: dict[str, Any] = {"blocking": same(run(overlapped), expected)}
@@ -206,52 +212,57 @@ def evidence(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def by_rank() -> list[dict[str, Any]]:
+def found() -> list[list[dict[str, Any]]]:
+    """By rank and shape."""
     return run_ranks(RANKS, evidence)
 
 
-def everywhere(by_rank: list[dict[str, Any]], *names: str) -> None:
-    for rank, found in enumerate(by_rank):
-        for name in names:
-            assert found[name] is True, f"{name!r} on rank {rank}"
+def everywhere(found: list[list[dict[str, Any]]], *names: str) -> None:
+    for rank, shapes in enumerate(found):
+        for ulysses, seen in zip(SHAPES, shapes, strict=True):
+            for name in names:
+                assert seen[name] is True, f"{name!r} on rank {rank} with {ulysses} inner ranks"
 
 
-def test_output_and_gradients_are_bit_equal_to_those_of_blocking_exchanges(by_rank: list[dict[str, Any]]) -> None:
-    everywhere(by_rank, "blocking")
+def test_output_and_gradients_are_bit_equal_to_those_of_blocking_exchanges(found: list[list[dict[str, Any]]]) -> None:
+    everywhere(found, "blocking")
 
 
-def test_nothing_reads_a_tensor_or_a_gradient_before_its_exchange_arrived(by_rank: list[dict[str, Any]]) -> None:
-    everywhere(by_rank, "held back", "held back, checkpointed")
+def test_nothing_reads_a_tensor_or_a_gradient_before_its_exchange_arrived(found: list[list[dict[str, Any]]]) -> None:
+    everywhere(found, "held back", "held back, checkpointed")
 
 
-def test_random_delays_around_launch_and_arrival_change_nothing(by_rank: list[dict[str, Any]]) -> None:
-    everywhere(by_rank, "late")
+def test_random_delays_around_launch_and_arrival_change_nothing(found: list[list[dict[str, Any]]]) -> None:
+    everywhere(found, "late")
 
 
-def test_a_checkpointed_layer_is_bit_equal_and_leaves_no_exchange_behind(by_rank: list[dict[str, Any]]) -> None:
-    everywhere(by_rank, "checkpointed", "ends in an exchange")
-    for found in by_rank:
-        # Forward, again, and back.
-        assert found["exchanges of a checkpointed layer"] == (12, 12)
-        assert found["exchanges of one that ends in one"] == (3, 3)
+def test_a_checkpointed_layer_is_bit_equal_and_leaves_no_exchange_behind(found: list[list[dict[str, Any]]]) -> None:
+    everywhere(found, "checkpointed", "ends in an exchange")
+    for alone, *shapes in found:
+        assert alone["exchanges of a checkpointed layer"] == (0, 0)
+        for seen in shapes:  # forward, again, and back
+            assert seen["exchanges of a checkpointed layer"] == (12, 12)
+            assert seen["exchanges of one that ends in one"] == (3, 3)
 
 
-def test_ranks_whose_inputs_need_no_gradient_still_send_gradients_back(by_rank: list[dict[str, Any]]) -> None:
-    everywhere(by_rank, "frozen here", "frozen here, checkpointed")
-    assert [found["frozen everywhere"] for found in by_rank] == [["out"]] * RANKS
+def test_ranks_whose_inputs_need_no_gradient_still_send_gradients_back(found: list[list[dict[str, Any]]]) -> None:
+    everywhere(found, "frozen here", "frozen here, checkpointed")
+    assert all(seen["frozen everywhere"] == ["out"] for shapes in found for seen in shapes)
 
 
-def test_a_retained_graph_can_be_run_backward_again(by_rank: list[dict[str, Any]]) -> None:
-    everywhere(by_rank, "twice")
+def test_a_retained_graph_can_be_run_backward_again(found: list[list[dict[str, Any]]]) -> None:
+    everywhere(found, "twice")
 
 
-def test_an_output_that_one_rank_does_not_use_is_tied_in_by_a_zero(by_rank: list[dict[str, Any]]) -> None:
-    everywhere(by_rank, "unused here")
+def test_an_output_that_one_rank_does_not_use_is_tied_in_by_a_zero(found: list[list[dict[str, Any]]]) -> None:
+    everywhere(found, "unused here")
 
 
-def test_gradients_of_views_and_through_views_come_back_to_their_own_elements(by_rank: list[dict[str, Any]]) -> None:
-    for found in by_rank:
-        for name, difference in found["views"].items():
+def test_gradients_of_views_and_through_views_come_back_to_their_own_elements(
+    found: list[list[dict[str, Any]]],
+) -> None:
+    for seen in (seen for shapes in found for seen in shapes):
+        for name, difference in seen["views"].items():
             assert (difference == 0).all(), name
 
 
