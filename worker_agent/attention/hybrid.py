@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, cat
 
 from worker_agent.attention.inputs import check_attention, check_layout, check_scale
 from worker_agent.attention.layout import ShardLayout
@@ -39,16 +39,16 @@ def hybrid_attention(
     check_layout(layout, group)
     check_attention(q, k, v, layout.tokens)
     check_scale(softmax_scale)
-    heads = q.shape[1]
-    kv_heads_sent(heads, k.shape[1], group.ulysses)
     anchor = gradient_anchor(q)
-    queries = start_exchange(q, layout, group, anchor)
-    values = start_exchange(v, layout, group, anchor, query_heads=heads)
-    keys = start_exchange(k, layout, group, anchor, query_heads=heads)
+    copied = kv_heads_sent(q.shape[1], k.shape[1], group.ulysses) > k.shape[1]
+    if group.ulysses > 1 and not copied:
+        own_q, own_k, own_v = _exchange_together(q, k, v, layout, group, anchor)
+    else:
+        own_q, own_k, own_v = _exchange_apart(q, k, v, layout, group, anchor)
     out = ring_attention(
-        queries.wait(),
-        keys.wait(),
-        values.wait(),
+        own_q,
+        own_k,
+        own_v,
         layout,
         group,
         softmax_scale=softmax_scale,
@@ -57,3 +57,23 @@ def hybrid_attention(
         kernel=kernel,
     )
     return start_exchange(out, layout, group, anchor, to="slots").wait()
+
+
+def _exchange_together(
+    q: Tensor, k: Tensor, v: Tensor, layout: ShardLayout, group: Group, anchor: Tensor
+) -> tuple[Tensor, ...]:
+    """One exchange carries all three, as nothing runs beside them: a slot's heads for one inner rank lie in a row."""
+    by_rank = [x.unflatten(1, (group.ulysses, -1)).flatten(2) for x in (q, k, v)]
+    arrived = start_exchange(cat(by_rank, dim=-1), layout, group, anchor).wait().squeeze(1)
+    pieces = arrived.split([x.shape[2] for x in by_rank], dim=-1)
+    return tuple(piece.unflatten(1, (-1, x.shape[2])) for piece, x in zip(pieces, (q, k, v), strict=True))
+
+
+def _exchange_apart(
+    q: Tensor, k: Tensor, v: Tensor, layout: ShardLayout, group: Group, anchor: Tensor
+) -> tuple[Tensor, ...]:
+    """Heads of keys and values that several inner ranks read are copied into what is sent, and nowhere else."""
+    heads = q.shape[1]
+    pending = [start_exchange(x, layout, group, anchor, query_heads=heads) for x in (q, v, k)]
+    own_q, own_v, own_k = (exchange.wait() for exchange in pending)
+    return own_q, own_k, own_v

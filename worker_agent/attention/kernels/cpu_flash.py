@@ -10,6 +10,9 @@ Source of the operator: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp of PyT
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -41,9 +44,8 @@ class CpuFlashKernel:
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Output in the input's dtype; log-sum-exp in fp32, or fp64 for fp64."""
-        out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
-        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype))
         width, sharing = max(q.shape[2], v.shape[2]), q.shape[1] // k.shape[1]
+        outs, lses = [], []
         for rows, keys in _sequences(segments):
             part, part_lse = _forward(
                 _queries(q[rows], sharing, width),
@@ -53,9 +55,11 @@ class CpuFlashKernel:
                 causal,
                 scale=scale,
             )
-            out[rows] = _rows(part, v.shape[2])
-            lse[:, rows] = part_lse.flatten(0, 1)
-        return out, lse
+            outs.append((rows, _rows(part, v.shape[2])))
+            lses.append((rows, part_lse.flatten(0, 1).T))
+        out = _placed(outs, q.new_zeros, (*q.shape[:2], v.shape[2]))
+        lse = _placed(lses, partial(q.new_full, fill_value=-torch.inf, dtype=accumulation_dtype(q.dtype)), q.shape[:2])
+        return out, lse.T
 
     def backward(
         self,
@@ -72,8 +76,8 @@ class CpuFlashKernel:
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Always deterministic; gradients of query heads that share a KV head are summed in the wide dtype."""
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         d_qk, d_v = q.shape[2], v.shape[2]
+        dqs, dks, dvs = [], [], []
         width, sharing = max(d_qk, d_v), q.shape[1] // k.shape[1]
         for rows, keys in _sequences(segments):
             part_q, part_k, part_v = _backward(
@@ -87,9 +91,10 @@ class CpuFlashKernel:
                 causal,
                 scale=scale,
             )
-            dq[rows] = _rows(part_q, d_qk)
-            dk[keys], dv[keys] = _summed(part_k, d_qk), _summed(part_v, d_v)
-        return dq, dk, dv
+            dqs.append((rows, _rows(part_q, d_qk)))
+            dks.append((keys, _summed(part_k, d_qk)))
+            dvs.append((keys, _summed(part_v, d_v)))
+        return tuple(_placed(parts, x.new_zeros, x.shape) for parts, x in ((dqs, q), (dks, k), (dvs, v)))  # type: ignore[return-value]
 
 
 def _sequences(segments: Segments) -> list[tuple[slice, slice]]:
@@ -121,4 +126,18 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 def _summed(x: Tensor, width: int) -> Tensor:
     """(h_kv, sharing, t, ≥ width) summed over the heads that share a KV head, as (t, h_kv, width)."""
-    return x[..., :width].sum(1, dtype=accumulation_dtype(x.dtype)).permute(1, 0, 2)
+    x = x[..., :width]
+    one = x.squeeze(1) if x.shape[1] == 1 else x.sum(1, dtype=accumulation_dtype(x.dtype)).to(x.dtype)
+    return one.permute(1, 0, 2)
+
+
+def _placed(
+    parts: list[tuple[slice, Tensor]], new: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]
+) -> Tensor:
+    """Rows put to their places in a tensor of `shape`; a part that is all of it is not copied."""
+    if len(parts) == 1 and parts[0][1].shape == shape:
+        return parts[0][1]
+    whole = new(shape)
+    for rows, part in parts:
+        whole[rows] = part
+    return whole
