@@ -6,6 +6,7 @@ of attention load.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,15 +15,28 @@ import numpy.typing as npt
 from scheduler_service.domain import MAX_RANKS, Batch, InfeasibleError, Pool, Reason
 from scheduler_service.domain.pool import MAX_TOKEN_BUDGET
 
+Degrees = Callable[[Pool], Sequence[int]]
+"""Degrees that a scheduling system gives on a pool, ascending."""
+
+
+def every_degree(pool: Pool) -> Sequence[int]:
+    """What the pool allows: powers of two, and the full pool where it is none."""
+    return pool.degrees
+
+
+def powers_of_two(pool: Pool) -> Sequence[int]:
+    """For systems that have no group of a full pool that is no power of two."""
+    return [degree for degree in pool.degrees if degree & (degree - 1) == 0]
+
 
 def fits(length: int, degree: int, pool: Pool) -> bool:
     """Whether a group of `degree` ranks can hold a sequence of `length` tokens: s̃ ≤ its capacity."""
     return pool.padded(length, degree) <= pool.capacity(degree)
 
 
-def memory_degree(length: int, pool: Pool) -> int | None:
+def memory_degree(length: int, pool: Pool, degrees: Degrees = every_degree) -> int | None:
     """Smallest degree of the pool whose token budget holds a sequence of `length` tokens; None if none does."""
-    return next((degree for degree in pool.degrees if fits(length, degree, pool)), None)
+    return next((degree for degree in degrees(pool) if fits(length, degree, pool)), None)
 
 
 def memory_degrees(lengths: npt.NDArray[np.int64], pool: Pool) -> npt.NDArray[np.int32]:
@@ -41,66 +55,74 @@ def require_fit(batch: Batch, pool: Pool) -> int:
     degree = memory_degree(batch.longest, pool)
     if degree is not None:
         return degree
-    sequence = int(batch.lengths.argmax())
     most = max(pool.degrees, key=pool.capacity)
-    held = f"pool {pool.ranks} × budget {pool.token_budget}"
+    held = f"pool {pool.ranks} × budget {pool.token_budget} holds {pool.capacity(most):,}"
     if most < pool.ranks:
         held = f"max_degree {most} of {held}"
-    raise InfeasibleError(
-        Reason.SEQUENCE_TOO_LONG,
-        f"sequence {sequence} has {batch.longest:,} tokens; {held} holds {pool.capacity(most):,}: "
-        f"{_remedies(batch.longest, pool)}, or drop the sequence",
-        sequence=sequence,
-    )
+    raise _too_long(batch, held, _remedies(batch.longest, pool, every_degree))
 
 
 def power_of_two_degrees(batch: Batch, pool: Pool, policy: str) -> npt.NDArray[np.int32]:
     """Smallest power of two of ranks whose budget holds each sequence, int32: for systems without other groups.
 
-    Raises `InfeasibleError` (SEQUENCE_TOO_LONG) where none does; it names `policy` where the full pool would.
+    Raises `InfeasibleError` (SEQUENCE_TOO_LONG) where none does, like `require_fit`; it names `policy`, for others may.
     """
-    require_fit(batch, pool)
-    powers = [degree for degree in pool.degrees if degree & (degree - 1) == 0]
+    powers = powers_of_two(pool)
     longest = np.maximum.accumulate([pool.capacity(degree) for degree in powers])
     if batch.longest > longest[-1]:
-        sequence = int(batch.lengths.argmax())
-        raise InfeasibleError(
-            Reason.SEQUENCE_TOO_LONG,
-            f"sequence {sequence} has {batch.longest:,} tokens; the largest power-of-two group of pool {pool.ranks} "
-            f"× budget {pool.token_budget} holds {longest[-1]:,}, and the policy {policy} has no other groups: raise "
-            "the budget, choose a pool that is a power of two, or another policy",
-            sequence=sequence,
+        held = (
+            f"the largest power-of-two group of pool {pool.ranks} × budget {pool.token_budget} holds {longest[-1]:,}, "
+            f"and policy {policy} has no other groups"
         )
+        remedies = _remedies(batch.longest, pool, powers_of_two)
+        if memory_degree(batch.longest, pool) is not None:
+            remedies += ", or choose another policy"
+        raise _too_long(batch, held, remedies)
     return np.array(powers, np.int32)[np.searchsorted(longest, batch.lengths)]
 
 
-def smallest_budget(length: int, pool: Pool) -> int:
+def smallest_budget(length: int, pool: Pool, degrees: Degrees = every_degree) -> int:
     """Smallest token budget with which this pool holds a sequence of `length` tokens."""
     # A whole group's stream is padded to a multiple of degree·t, so the quotient is a whole number of t tokens.
-    return min(-(-length // pool.stream_multiple(d)) * pool.stream_multiple(d) // d for d in pool.degrees)
+    return min(-(-length // pool.stream_multiple(d)) * pool.stream_multiple(d) // d for d in degrees(pool))
 
 
-def smallest_pool(length: int, pool: Pool) -> int | None:
+def smallest_pool(length: int, pool: Pool, degrees: Degrees = every_degree) -> int | None:
     """Fewest ranks, a multiple of ep, with which a pool of this budget holds a sequence of `length` tokens."""
     least = -(-length // pool.token_budget)
     # At four times the least, a power of two of twice the least is a degree, and padding takes at most half of its
     # budget: if that does not do, the budget is too small for a single padded token, on any pool.
-    most = min(4 * least + pool.ep, pool.max_degree or MAX_RANKS, MAX_RANKS)
+    enough = -(-4 * least // pool.ep) * pool.ep
+    most = min(enough, pool.max_degree or MAX_RANKS, MAX_RANKS)
     first = -(-max(pool.ranks + 1, least) // pool.ep) * pool.ep
-    candidates = range(first, most + 1, pool.ep)
-    return next((n for n in candidates if memory_degree(length, replace(pool, ranks=n)) is not None), None)
+
+    def holds(ranks: int) -> bool:
+        return memory_degree(length, replace(pool, ranks=ranks), degrees) is not None
+
+    if most == enough and not holds(most):
+        return None
+    return next((ranks for ranks in range(first, most + 1, pool.ep) if holds(ranks)), None)
 
 
-def _remedies(length: int, pool: Pool) -> str:
+def _too_long(batch: Batch, held: str, remedies: str) -> InfeasibleError:
+    sequence = int(batch.lengths.argmax())
+    return InfeasibleError(
+        Reason.SEQUENCE_TOO_LONG,
+        f"sequence {sequence} has {batch.longest:,} tokens; {held}: {remedies}, or drop the sequence",
+        sequence=sequence,
+    )
+
+
+def _remedies(length: int, pool: Pool, degrees: Degrees) -> str:
     remedies = []
-    budget = smallest_budget(length, pool)
+    budget = smallest_budget(length, pool, degrees)
     if budget <= MAX_TOKEN_BUDGET:
         remedies.append(f"raise the budget to {budget:,} tokens")
-    ranks = smallest_pool(length, pool)
+    ranks = smallest_pool(length, pool, degrees)
     if ranks is not None:
         remedies.append(f"the pool to {ranks:,} ranks")
     if pool.max_degree is not None:
-        degree = memory_degree(length, replace(pool, max_degree=None))
+        degree = memory_degree(length, replace(pool, max_degree=None), degrees)
         if degree is not None:
             remedies.append(f"max_degree to {degree:,}")
     return " or ".join(remedies) or "neither a larger budget nor a larger pool within the limits holds it"

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_service.domain import Batch, Plan, Pool
-from scheduler_service.planning.feasibility import fits, power_of_two_degrees
+from scheduler_service.planning.feasibility import fits, power_of_two_degrees, powers_of_two
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 
 
@@ -56,10 +56,6 @@ def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     return new_plan("megatron", batch, pool, config, (microbatch, start, degree))
 
 
-def _powers(pool: Pool) -> list[int]:
-    return [degree for degree in pool.degrees if degree & (degree - 1) == 0]
-
-
 def _microbatch(waiting: list[int], lengths: list[int], needs: list[int], pool: Pool) -> list[_Group]:
     """Groups of one microbatch, in the order in which they were opened."""
     tallest, *others = waiting
@@ -75,7 +71,7 @@ class _OpenGroups:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.powers = _powers(pool)
+        self.powers = powers_of_two(pool)
         self.groups: list[_Group] = []
         self.free = pool.ranks
         self.fullest = 0.0
