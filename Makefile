@@ -59,6 +59,10 @@ bench: setup ## Measure planning speed; JSON in build/bench/
 gpu-check: setup ## On a machine with a GPU: kernel contract, kernel times, overlap (exit code 2 where there is none)
 	$(BIN)/python -m tests.benchmarks.gpu_check
 
+.PHONY: fuzz
+fuzz: setup ## Put 100,000 random and adversarial batches to every policy (ARGS=--help says which get fewer, and how to choose)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
+
 ##@ Build
 
 .PHONY: ui

@@ -8,13 +8,14 @@ from each bucket in turn, so that the ranks see the same mixture. Ranks may end 
 the missing ones are empty. Source: the project's description of that system (design of planning, section 5), written
 anew from it.
 
-Departs: the paper gives a sequence ⌈s/B⌉ ranks, any number and any set of ranks. Our groups are aligned powers of two
-(or the full pool), so this is the variant with degrees rounded up to those; a group runs in the first microbatch that
-is free on all of its ranks, which may leave holes before it. Padding counts as tokens. The description leaves δ, the
-number of buckets and the choice among the ranks to be served open: δ is 5 % of the fullest rank's time, there are as
-many buckets as pipeline stages, and a unit goes to the aligned ranks whose fullest has least to do. A unit that finds
-no such ranks among those to be served ends the round; if it finds none in the next one either, all ranks are served.
-Of the two balances, the one with the shorter forecast is used. It takes no degree cap.
+Departs: the paper gives a sequence ⌈s/B⌉ ranks, any number and any set of ranks. Such groups are not offered: no valid
+plan of ours has them (the verifier wants aligned powers of two, or the full pool), and each would be a communicator of
+its own. This is the variant with degrees rounded up to ours; a group runs in the first microbatch that is free on all
+of its ranks, which may leave holes before it. Padding counts as tokens. The description leaves δ, the number of buckets
+and the choice among the ranks to be served open: δ is 5 % of the fullest rank's time, there are as many buckets as
+pipeline stages, and a unit goes to the aligned ranks whose fullest has least to do. A unit that finds no such ranks
+among those to be served ends the round; if it finds none in the next one either, all ranks are served. Of the two
+balances, the one with the shorter forecast is used. It takes no degree cap.
 """
 
 from __future__ import annotations

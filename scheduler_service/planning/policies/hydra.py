@@ -1,4 +1,13 @@
-"""HyDra: one load target from the longest sequence at a degree cap in closed form, then piggyback packing."""
+"""HyDra: one load target from the longest sequence at a degree cap in closed form, then piggyback packing.
+
+Follows: the cap C from the closed form (`load_target`); for each sequence the smallest degree that keeps load target
+and token budget (`degrees`); microbatch by microbatch, longest first, a group of its own or the least loaded open one
+(`packing`). Source: Fan et al., *HyDra: Demystifying and Taming Dynamic Context Parallelism at Production Scale*, 2026,
+as described publicly (design of planning, sections 1 to 3).
+
+Departs: padding counts as tokens, and where only the full pool holds the longest sequence, that is the cap. Ties, which
+the description leaves open, go to the smaller cap, the lower id and the lower rank.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from scheduler_service.domain import Batch, CostModel, InfeasibleError, Pool
 from scheduler_service.planning import PlanningConfig, verify_plan
 from scheduler_service.planning.policies import hydra, hydra_search
-from scheduler_service.simulation import forecast
+from scheduler_service.simulation import forecast, rank_loads
 from tests.support.problems import Problem, problem, problems
 
 
@@ -40,6 +40,16 @@ def test_is_never_slower_than_hydra_on_random_and_adversarial_batches(seed: int)
     rng = np.random.default_rng(seed)
     for _ in range(100):
         check(problem(rng, 120))
+
+
+def test_balances_what_sequences_cost_where_hydra_balances_attention() -> None:
+    # With linear work alone, hydra puts four 4s beside one 8: equal squares, but 16 tokens against 8. Equal costs are
+    # 12 tokens each: 3·12 + 2·100 seconds. The overhead keeps it from more microbatches.
+    batch, pool, config = Batch([8, 4, 4, 4, 4]), Pool(2, 100), PlanningConfig(CostModel(0.0, 1.0, 100.0))
+    base, plan = hydra.plan(batch, pool, config), hydra_search.plan(batch, pool, config)
+    assert rank_loads(base, batch).tokens.tolist() == [[8], [16]]
+    assert rank_loads(plan, batch).tokens.tolist() == [[12], [12]]
+    assert forecast(plan, batch).iteration_s == 236.0
 
 
 def long_tailed(ranks: int, tokens_per_rank: int) -> Batch:
