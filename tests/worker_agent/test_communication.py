@@ -3,7 +3,14 @@ import torch
 
 from scheduler_service.domain import InvalidInputError
 from tests.support.ranks import run_ranks
-from worker_agent.communication import ByteCounters, all_to_all, exchange
+from worker_agent.communication import (
+    ByteCounters,
+    all_to_all,
+    exchange,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from worker_agent.groups import GroupRegistry
 
 
@@ -40,12 +47,46 @@ def differentiable_exchange(rank: int) -> None:
     assert counters.snapshot()["ep"] == (sum(sends) - sends[rank] + sum(receives) - receives[rank]) * 4 * 8
 
 
+def gathered_and_summed(rank: int) -> None:
+    group, counters = GroupRegistry().group(0, 3).process_group, ByteCounters()
+    x = torch.tensor([[rank, 0.5], [rank, 1.5]], dtype=torch.bfloat16)
+    gathered = start_all_gather(x, group, counters, "ulysses").wait()
+    assert gathered.tolist() == [[other, half] for other in range(3) for half in (0.5, 1.5)]
+    assert counters.snapshot() == {"ulysses": 2 * x.numel() * 2}
+
+    # 256 + 1 is 256 in bf16: only a sum in fp32 keeps both ones.
+    parts = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank].repeat(6, 2)
+    summed = start_reduce_scatter(parts, group, counters, "ulysses").wait()
+    assert summed.dtype == torch.bfloat16
+    assert summed.tolist() == [[258.0, 258.0]] * 2
+    assert counters.snapshot() == {"ulysses": 2 * 2 * x.numel() * 2}, "as many bytes again"
+
+
+def several_at_once(rank: int) -> None:
+    """Waited for in another order than launched."""
+    group, counters = GroupRegistry().group(0, 3).process_group, ByteCounters()
+    ones = [1, 1, 1]
+    sent = [torch.tensor([[100 * number + 10 * rank + other] for other in range(3)]) for number in range(4)]
+    transfers = [start_all_to_all(x, ones, ones, group, counters, "ep") for x in sent]
+    for number in (2, 0, 3, 1):
+        arrived = transfers[number].wait()
+        assert arrived.flatten().tolist() == [100 * number + 10 * other + rank for other in range(3)]
+
+
 def test_uneven_rows_of_any_dtype_arrive_in_the_order_of_their_senders() -> None:
     run_ranks(3, ragged_exchange)
 
 
 def test_the_gradient_goes_back_the_way_its_row_came() -> None:
     run_ranks(3, differentiable_exchange)
+
+
+def test_a_gather_and_its_transpose_send_as_many_bytes_and_sum_in_a_wide_type() -> None:
+    run_ranks(3, gathered_and_summed)
+
+
+def test_exchanges_under_way_at_once_do_not_mix() -> None:
+    run_ranks(3, several_at_once)
 
 
 def test_a_rank_alone_keeps_its_rows_and_sends_nothing() -> None:
