@@ -1,32 +1,29 @@
 """Our two Megatron policies against the schedulers that they follow, on random batches.
 
 megatron_hybrid is compared with `BalancedCPScheduler` as released (megatron-core 0.16), megatron with
-`DefaultDynamicCPScheduler` of the development branch: each where the installed package has it. Prints JSON: batches
-that agree sequence by sequence, and the ratio of microbatches, micro-steps and Σ of the largest rank load in each.
-Exits with 1 where a count differs or a sum is more than 1 % off.
+`DefaultDynamicCPScheduler` of the development branch: each where the installed package has it. Says how many
+batches agree sequence by sequence, and in how many the numbers of microbatches and of micro-steps are equal and the
+sums of the largest rank load within 1 %.
 
-Nothing of ours depends on that package. Install it into a folder of its own, and put that before the environment:
-
-    pip install --no-deps --target build/bench/megatron-core megatron-core==0.16.1
-    PYTHONPATH=build/bench/megatron-core python -m tests.benchmarks.megatron_core
-
-For the development branch unpack a checkout's `megatron` folder there instead (its import needs triton as well).
+Nothing of ours depends on that package. `make bench` installs it into a folder of its own and puts that on the path;
+`make bench ARGS=megatron_core` runs this comparison alone. For the development branch put the folder that holds a
+checkout's `megatron` on the path instead (its import needs triton as well).
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from scheduler_service.domain import Batch, Plan, Pool
-from scheduler_service.planning import PlanningConfig
+from scheduler_service.planning import PlanningConfig, new_plan, verify_plan
 from scheduler_service.planning.policies import megatron, megatron_hybrid
+from tests.benchmarks.reporting import table, write_json
 
 TOLERANCE = 0.01
 SIZES = ((8, 200), (32, 1000), (64, 2000))
@@ -76,6 +73,23 @@ def groups_of_plan(plan: Plan) -> Microbatches:
     return [[(degree, members) for (_, degree), members in groups.items()] for groups in found]
 
 
+def plan_of_groups(microbatches: Microbatches, batch: Batch, pool: Pool) -> Plan:
+    """A verified plan with one microbatch for each micro-step: the k-th sequence of every group (ranks, ids)."""
+    columns = np.zeros((3, len(batch)), np.int32)
+    step = 0
+    for groups in microbatches:
+        first_rank = 0
+        for ranks, members in sorted(groups, key=lambda group: -group[0]):
+            columns[0, members] = np.arange(step, step + len(members))
+            columns[1:, members] = [[first_rank], [ranks]]
+            first_rank += ranks
+        step += max(len(members) for _, members in groups)
+    microbatch, start, degree = columns
+    plan = new_plan("megatron_hybrid", batch, pool, PlanningConfig(), (microbatch, start, degree))
+    verify_plan(plan, batch)
+    return plan
+
+
 def compare(batch: Batch, theirs: Microbatches, ours: Microbatches, seconds: tuple[float, float]) -> Comparison:
     """Counts and sums of both."""
     squares = [length * length for length in batch.lengths.tolist()]
@@ -103,11 +117,16 @@ def timed(action: Callable[[], Microbatches]) -> tuple[Microbatches, float]:
     return action(), time.process_time() - began
 
 
-def compare_hybrid(batch: Batch, pool: Pool) -> Comparison:
-    """megatron_hybrid and the released scheduler."""
+def balanced_scheduler(pool: Pool) -> Any:
+    """The released scheduler for the pool; ImportError without the package."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-    scheduler = BalancedCPScheduler(pool.token_budget, SimpleNamespace(size=lambda: pool.ranks, rank=lambda: 0))
+    return BalancedCPScheduler(pool.token_budget, SimpleNamespace(size=lambda: pool.ranks, rank=lambda: 0))
+
+
+def compare_hybrid(batch: Batch, pool: Pool) -> Comparison:
+    """megatron_hybrid and the released scheduler."""
+    scheduler = balanced_scheduler(pool)
     sequences = list(enumerate(batch.lengths.tolist()))
     theirs, their_s = timed(
         lambda: [groups_of_ranks(ranks) for ranks in scheduler.get_groups_and_subsamples(sequences, None)[1]]
@@ -142,7 +161,7 @@ def compare_packing_aware(batch: Batch, pool: Pool) -> Comparison:
     return compare(batch, theirs, ours, (their_s, our_s))
 
 
-def report(compared: Callable[[Batch, Pool], Comparison], batches: int) -> dict[str, object]:
+def report(compared: Callable[[Batch, Pool], Comparison], batches: int = 5) -> dict[str, Any]:
     """Ratios ours / theirs over `batches` random batches of each size; the worst one for sums."""
     random = np.random.default_rng(0)
     found = [
@@ -162,17 +181,25 @@ def report(compared: Callable[[Batch, Pool], Comparison], batches: int) -> dict[
     }
 
 
-def main(batches: int = 5) -> int:
-    """Compare what can be imported; 0 if all agree."""
-    document: dict[str, dict[str, object]] = {}
+def run() -> dict[str, str]:
+    """Compare what can be imported; write JSON; the table by name."""
+    document: dict[str, dict[str, Any]] = {}
     for name, compared in (("megatron_hybrid", compare_hybrid), ("megatron", compare_packing_aware)):
+        print(f"megatron-core: {name}", file=sys.stderr, flush=True)
         try:
-            document[name] = report(compared, batches)
+            document[name] = report(compared)
         except ImportError as error:
-            print(f"{name}: not compared, {error}", file=sys.stderr)
-    print(json.dumps(document, indent=2))
-    return 0 if document and all(d["agreeing"] == d["batches"] for d in document.values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+            print(f"megatron-core: {name} is not compared, {error}", file=sys.stderr)
+    write_json("megatron_core", document)
+    head = ("policy", ">batches", ">the same plan", ">within 1 %", ">largest difference of Σ of the largest loads")
+    lines = (
+        (
+            f"`{name}`",
+            found["batches"],
+            found["identical"],
+            found["agreeing"],
+            f"{found['largest_difference_of_load']:.1e}",
+        )
+        for name, found in document.items()
+    )
+    return {"megatron-core": table(head, lines)}
