@@ -163,7 +163,8 @@ def main(iterations: int = 1000) -> int:
             curves = runs[dtype][name] = run_ranks(way.pool.ranks, train, *arguments, timeout_s=TIMEOUT_S)[0]
             print(
                 f"{dtype} {name:12} loss {curves.loss[0]:.6f} → {np.mean(curves.loss[-50:]):.6f}  "
-                f"{curves.microbatches / iterations:.1f} microbatches  degrees {curves.degrees}  {curves.seconds:.0f} s",
+                f"{curves.microbatches / iterations:.1f} microbatches  degrees {curves.degrees}  "
+                f"{curves.seconds:.0f} s",
                 flush=True,
             )
         worst[dtype] = {
