@@ -30,6 +30,8 @@ class Recompute(StrEnum):
     """What the backward computes again instead of keeping it."""
 
     NONE = "none"
+    SELECTIVE = "selective"
+    """What is cheap: norms, activations, and what latents are projected up to."""
     FULL = "full"
     """The whole forward of each layer."""
 

@@ -145,9 +145,12 @@ def expert_layer(cluster: Cluster, most_tokens: Column, mean_tokens: Column) -> 
     )
     # Tokens are gathered into the order of the experts and back, and the activation reads two halves and writes one.
     moved = moving_s(gpu, BYTES * rows * (4 * model.hidden + 3 * experts.width), launches=3)
+    backward = BACKWARD_PRODUCTS * products + BACKWARD_MOVES * moved
+    if cluster.recompute is Recompute.SELECTIVE:
+        backward = backward + moving_s(gpu, BYTES * rows * 3 * experts.width, launches=1)
     return ExpertLayer(
         exchange=_both(cluster, 2 * sent.seconds, 2 * sent.seconds),
-        experts=_both(cluster, products + moved, BACKWARD_PRODUCTS * products + BACKWARD_MOVES * moved),
+        experts=_both(cluster, products + moved, backward),
         traffic=_times(2 * _passes(cluster), sent),
     )
 
@@ -170,7 +173,10 @@ def _linear(cluster: Cluster, tokens: Column, *, moe: bool) -> tuple[Column, Col
     # Two norms and two residual sums: 4 + 6 hidden states; rotary positions, gate: each head in and out; activation.
     moved = BYTES * tokens / tp * (10 * model.hidden + 2 * heads + 3 * (shared if moe else model.dense_width))
     moves = moving_s(gpu, moved, launches=7)
-    return products + moves, BACKWARD_PRODUCTS * products + BACKWARD_MOVES * moves
+    backward = BACKWARD_PRODUCTS * products + BACKWARD_MOVES * moves
+    if cluster.recompute is Recompute.SELECTIVE:
+        backward = backward + moves + products_s(gpu, model.latent_matrices, tokens, tp)
+    return products + moves, backward
 
 
 def _ulysses(cluster: Cluster, ulysses: int, tokens: Column) -> tuple[Transfer, tuple[Column, Column]]:

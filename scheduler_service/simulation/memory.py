@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 from scheduler_service.domain import Batch, InfeasibleError, Plan, Reason
 from scheduler_service.domain.pool import MAX_TOKEN_BUDGET
-from scheduler_service.simulation.cluster import Cluster, Recompute
+from scheduler_service.simulation.cluster import Cluster, Recompute, StageLayers
 from scheduler_service.simulation.context_parallel import exchange_bytes
 from scheduler_service.simulation.loads import rank_loads
-from scheduler_service.simulation.models import GroupedQuery
 from scheduler_service.simulation.operators import BYTES
 
 OPTIMIZER_BYTES = 12
@@ -128,23 +127,19 @@ def _largest_window(sums: npt.NDArray[np.float64], width: int) -> float:
 def _stages(cluster: Cluster, held: list[float], microbatch: float) -> tuple[StageMemory, ...]:
     """`held`: tokens of a rank whose activations each stage keeps; `microbatch`: tokens of its largest microbatch."""
     model = cluster.model
-    dense, moe = _activation_bytes(cluster, moe=False), _activation_bytes(cluster, moe=True)
     logits = LOGIT_BYTES * model.vocabulary / cluster.tp
     found = []
     for layers, parameters, tokens in zip(cluster.stage_layers, cluster.stage_parameters, held, strict=True):
         shards = (cluster.ranks, cluster.ranks // cluster.ep) if cluster.distributed_optimizer else (1, 1)
-        if cluster.recompute is Recompute.FULL:
-            kept = BYTES * model.hidden / cluster.tp * (layers.dense + layers.moe) * tokens
-            kept += max(dense if layers.dense else 0.0, moe if layers.moe else 0.0) * microbatch
-        else:
-            kept = (layers.dense * dense + layers.moe * moe) * tokens
+        whole, kept = (_stage_bytes(cluster, layers, recompute) for recompute in (Recompute.NONE, cluster.recompute))
+        again = (whole - kept) / (layers.dense + layers.moe)  # one layer's of one microbatch at a time
         weights = parameters.shared + parameters.expert
         found.append(
             StageMemory(
                 parameters=BYTES * weights,
                 gradients=cluster.gradient_bytes * weights,
                 optimizer=OPTIMIZER_BYTES * (parameters.shared / shards[0] + parameters.expert / shards[1]),
-                activations=kept,
+                activations=kept * tokens + again * microbatch,
                 logits=layers.head * logits * microbatch,
                 buffers=_ring_bytes(cluster) * microbatch,
                 reserved=cluster.reserved_bytes,
@@ -153,27 +148,39 @@ def _stages(cluster: Cluster, held: list[float], microbatch: float) -> tuple[Sta
     return tuple(found)
 
 
-def _activation_bytes(cluster: Cluster, *, moe: bool) -> float:
-    """Bytes that a GPU keeps of one token of its rank, in one layer, for the backward.
+def _stage_bytes(cluster: Cluster, layers: StageLayers, recompute: Recompute) -> float:
+    """Bytes that a GPU keeps of one token of its rank in all layers of a stage."""
+    dense = layers.dense * _layer_numbers(cluster, recompute, moe=False) if layers.dense else 0.0
+    moe = layers.moe * _layer_numbers(cluster, recompute, moe=True) if layers.moe else 0.0
+    return BYTES * (dense + moe)
 
-    Inputs of both norms and both blocks; queries, keys, values, output and its row sums; latents; the gate; what goes
-    into and comes out of the activation; and of routed tokens, as many copies as experts, also what was sent.
+
+def _layer_numbers(cluster: Cluster, recompute: Recompute, *, moe: bool) -> float:
+    """Numbers that a GPU keeps of one token of its rank, in one layer, for the backward.
+
+    Inputs of both norms and of what follows them; queries, keys, values, output and its row sums; latents; the gate;
+    what goes into and comes out of the activation; and of routed tokens, as many copies as experts, also what was sent
+    and what came back. Selective recomputation makes again what follows norms and activations, and what latents are
+    projected up to; full recomputation all but the input.
     """
-    model, attention = cluster.model, cluster.model.attention
-    numbers = 4 * model.hidden / cluster.tp
-    heads = attention.heads * (attention.d_qk + attention.d_v) + attention.kv_heads * (attention.d_qk + attention.d_v)
-    numbers += (heads + 2 * attention.heads) / cluster.tp  # row sums are FP32: two numbers
+    model, attention, tp = cluster.model, cluster.model.attention, cluster.tp
+    if recompute is Recompute.FULL:
+        return model.hidden / tp
+    cheap = recompute is Recompute.SELECTIVE
+    latent = attention.latent_width is not None
+    heads = attention.heads * (attention.d_v + 2)  # row sums are FP32: two numbers
+    if not (cheap and latent):
+        heads += attention.heads * attention.d_qk + attention.kv_heads * (attention.d_qk + attention.d_v)
     if attention.gated:
-        numbers += 2 * attention.heads * attention.d_v / cluster.tp
-    if not isinstance(attention, GroupedQuery):
-        numbers += (attention.q_lora + attention.kv_lora + attention.rope) / cluster.tp
-    inner = 3 if model.gated_ffn else 2
+        heads += (1 if cheap else 2) * attention.heads * attention.d_v
+    numbers = ((2 if cheap else 4) * model.hidden + heads) / tp
+    numbers += sum(matrix.inner for matrix in model.latent_matrices) / tp
+    inner = (3 if model.gated_ffn else 2) - cheap
     if not moe:
-        return BYTES * (numbers + inner * model.dense_width / cluster.tp)
-    if model.experts is None:
-        return 0.0
-    routed = model.experts.top_k * (2 * model.hidden + inner * model.experts.width)
-    return BYTES * (numbers + (routed + inner * model.experts.width * model.experts.shared) / cluster.tp)
+        return numbers + inner * model.dense_width / tp
+    assert model.experts is not None
+    routed = model.experts.top_k * ((1 if cheap else 2) * model.hidden + inner * model.experts.width)
+    return numbers + (routed + inner * model.experts.width * model.experts.shared) / tp
 
 
 def _ring_bytes(cluster: Cluster) -> float:

@@ -193,6 +193,12 @@ class Model:
         return self.attention.matrices(self.hidden)
 
     @property
+    def latent_matrices(self) -> tuple[Matrix, ...]:
+        """Of these, those from latents to queries, keys and values; none where there are no latents."""
+        ups = (Part.QUERY, Part.KEY_VALUE)
+        return tuple(m for m in self.attention_matrices if m.part in ups and m.inner != self.hidden)
+
+    @property
     def dense_matrices(self) -> tuple[Matrix, ...]:
         """Feed-forward matrices of a dense layer."""
         return self._ffn(Part.FFN, self.dense_width) if self.dense_layers else ()

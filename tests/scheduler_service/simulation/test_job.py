@@ -169,6 +169,8 @@ def test_recomputation_costs_a_forward_and_overlap_saves_time() -> None:
     base = simulate(plan, batch, CLUSTER)
     again = simulate(plan, batch, replace(CLUSTER, recompute=Recompute.FULL))
     assert again.ranks.busy.sum() == pytest.approx(1.33 * base.ranks.busy.sum(), rel=0.1)
+    selective = simulate(plan, batch, replace(CLUSTER, recompute=Recompute.SELECTIVE))
+    assert base.ranks.busy.sum() < selective.ranks.busy.sum() < again.ranks.busy.sum()
     waiting = simulate(plan, batch, replace(CLUSTER, gradient_overlap=False, exchange_overlap=False))
     assert waiting.gradient_sync_s > base.gradient_sync_s
 

@@ -36,10 +36,20 @@ def test_interleaving_holds_its_warm_up_and_one_chunk_more() -> None:
     assert [in_flight(replace(CLUSTER, chunks=2), stage) for stage in (0, 1)] == [(5, 2), (3, 2)]
 
 
-def test_recomputation_keeps_a_hidden_state_per_layer() -> None:
-    kept, again = (stage_memory(replace(CLUSTER, recompute=r), 64)[0].activations for r in Recompute)
-    assert again < kept
-    assert again - (kept / 4) == pytest.approx(2 * 256 * 2 * 64 * 2)  # besides one layer of one microbatch: 1/(2·2)
+def test_recomputation_keeps_less_and_fully_a_hidden_state_per_layer() -> None:
+    none, selective, full = (
+        stage_memory(replace(CLUSTER, recompute=recompute), 64)[0].activations for recompute in Recompute
+    )
+    assert full < selective < none
+    hidden = 2 * 256 * 2 * 64 * 2  # bytes, width, layers, tokens, microbatches in flight
+    assert full - hidden == pytest.approx((none - hidden) / 2 / 2)  # what is made again: a layer's of a microbatch
+
+
+def test_selective_recomputation_drops_what_latents_are_projected_up_to() -> None:
+    cluster = load_cluster("paper_2048_h800")
+    budgets = [largest_budget(replace(cluster, recompute=recompute)).tokens for recompute in Recompute]
+    assert budgets[1] > 1.8 * budgets[0]
+    assert budgets[2] > budgets[1]
 
 
 def test_a_plan_holds_its_largest_window_of_real_tokens() -> None:
