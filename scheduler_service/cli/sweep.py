@@ -136,7 +136,10 @@ def _on_ray(cases: list[Case], field: str | None, address: str) -> Iterator[Done
         import ray
     except ModuleNotFoundError as error:
         raise InvalidInputError(Reason.INVALID_ARGUMENT, "--ray needs Ray: pip install 'hydra-cp[ray]'") from error
-    ray.init(address=address, logging_level="ERROR")
+    try:
+        ray.init(address=address, logging_level="ERROR")
+    except Exception as error:  # Ray raises bare ones too
+        raise HydraCpError(Reason.UNREACHABLE, f"--ray {address}: cannot join this Ray cluster: {error}") from error
     remote = ray.remote(run_case)
     waiting = {remote.remote(case, field): case for case in cases}
     while waiting:

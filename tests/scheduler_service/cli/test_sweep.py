@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,10 @@ def test_another_file_is_not_taken_for_results(options: list[str], tmp_path: Pat
     assert result.exit_code == 2
     assert "line 1" in result.stderr
     assert (tmp_path / "out.jsonl").read_text() == "1\n2\n"
+
+
+def test_a_ray_cluster_without_ray_says_what_to_install(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = run(*options, "--ray", "auto")
+    assert result.exit_code == 2
+    assert "pip install 'hydra-cp[ray]'" in result.stderr
