@@ -118,10 +118,11 @@ def _print_summary(plan: Plan, statistics: PlanStatistics, out: Path | None) -> 
             f"{statistics.sequences:,} sequences, {statistics.tokens:,} tokens, longest {statistics.longest_tokens:,}",
         ),
         ("microbatches", f"{header.microbatches:,}, {statistics.idle_share:.1%} of the rank slots idle"),
-        ("load target Λ", f"{header.target:.4g} token² at degree cap {header.cap}" if header.target else "none"),
+        *((("load target Λ", f"{header.target:.4g} token² at degree cap {header.cap}"),) if header.target else ()),
         (
             "attention load",
-            f"largest {statistics.load_max:.4g}, mean {statistics.load_mean:.4g} ({statistics.imbalance:.2f}×)",
+            f"{statistics.peak_min:.4g} … {statistics.load_max:.4g} token² on the fullest rank of a microbatch, mean "
+            f"of all ranks {statistics.load_mean:.4g} ({statistics.imbalance:.2f}×)",
         ),
         ("padding", f"{statistics.padding - 1:.2%}"),
         ("predicted", f"{header.predicted_s:.4g} s; no plan is below {header.lower_bound_s:.4g} s (simple cost model)"),

@@ -14,7 +14,7 @@ UNKNOWN = "–"
 
 _COLUMNS = (
     ("", "it", 3), ("", "loss", 6), ("longest", "tokens", 7), ("", "MBs", 3), ("degree ×", "sequences", 18),
-    ("target", "Λ", 7), ("cap", "C", 3), ("planned", "by", 7), ("waited", "s", 6), ("took", "s", 6),
+    ("load per MB", "Λ, token²", 15), ("planned", "by", 7), ("waited", "s", 6), ("took", "s", 6),
     ("gain over", BASELINES[0], 9), ("gain over", BASELINES[1], 9),
 )  # fmt: skip
 """Two lines of heading and the width of each column."""
@@ -57,10 +57,9 @@ class IterationLine:
         """The iteration in one line."""
         record = self.record
         degrees = " ".join(f"{degree}×{n}" for degree, n in sorted(_degrees(record).items()))
-        target = f"{record['target']:.1e}" if record["target"] else UNKNOWN
         values = (
             self.iteration, f"{record['loss']:.3f}", f"{record['longest_tokens']:,}", record["microbatches"], degrees,
-            target, record["cap"] or UNKNOWN, self.origin, f"{record['wait_s']:.2f}",
+            _range(record["microbatch_loads"]), self.origin, f"{record['wait_s']:.2f}",
             f"{record['iteration_s']:.2f}", *(_times(self.gain(name)) for name in BASELINES),
         )  # fmt: skip
         return " ".join(f"{value:>{width}}" for value, (*_, width) in zip(values, _COLUMNS, strict=True))
@@ -121,6 +120,11 @@ class Summary:
 def _degrees(record: dict[str, Any]) -> dict[int, int]:
     """Degree to sequences; JSON has made the degrees texts."""
     return {int(degree): n for degree, n in record["degrees"].items()}
+
+
+def _range(loads: Sequence[float]) -> str:
+    """What the fullest rank of a microbatch was filled up to: the least, and the most."""
+    return f"{min(loads):.1e}…{max(loads):.1e}"
 
 
 def _middle(values: Sequence[float]) -> float | None:

@@ -21,7 +21,7 @@ def explain(plan: Plan, batch: Batch, sequence: int) -> str:
         raise InvalidInputError(
             Reason.INVALID_ARGUMENT, f"sequence {sequence} is not in this plan; ids run from 0 to {len(plan) - 1}"
         )
-    if plan.header.policy != "hydra":
+    if plan.header.target == 0:
         return _explain_placement(plan, batch, sequence)
     target = LoadTarget(batch.longest, plan.header.cap)
     own = int(own_degrees(batch.lengths[sequence : sequence + 1], plan.header.pool, target)[0])
@@ -35,13 +35,16 @@ def explain(plan: Plan, batch: Batch, sequence: int) -> str:
 
 
 def _explain_placement(plan: Plan, batch: Batch, sequence: int) -> str:
-    """For policies whose reasons this module does not know: what can be seen."""
+    """Where there is no load target for all microbatches: what can be seen."""
     length, degree = int(batch.lengths[sequence]), int(plan.degree[sequence])
     memory = memory_degree(length, plan.header.pool)
+    same = np.flatnonzero(plan.microbatch == plan.microbatch[sequence])
+    loads = np.bincount(plan.start[same], np.square(batch.lengths[same], dtype=np.float64) / plan.degree[same])
     return (
         f"Policy {plan.header.policy} runs its {_tokens(length)} on {_ranks(plan, sequence)} in microbatch "
         f"{plan.microbatch[sequence]}; the token budget alone asks for degree {memory}, and at degree {degree} its "
-        f"attention load is {length**2 / degree:.3g}."
+        f"attention load is {length**2 / degree:.3g}. With what it shares them with, its ranks have "
+        f"{loads[plan.start[sequence]]:.3g}; the fullest ranks of the microbatch have {loads.max():.3g}."
     )
 
 

@@ -36,7 +36,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 )
 """The scheduling systems by name."""
 
-DEFAULT_POLICY = "hydra"
+DEFAULT_POLICY = "hydra_search"
 
 
 def plan_iteration(

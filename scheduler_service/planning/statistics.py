@@ -22,6 +22,8 @@ class PlanStatistics:
     load_mean: float
     """Over all ranks and microbatches, the idle ones included."""
     load_min: float
+    peak_min: float
+    """Load of the fullest rank in the microbatch where that is least; where it is most, it is `load_max`."""
     padding: float
     """Padded tokens over tokens, 1 or more."""
     degree_sequences: dict[int, int]
@@ -49,6 +51,8 @@ class PlanStatistics:
 def plan_statistics(plan: Plan, batch: Batch) -> PlanStatistics:
     """Figures of a valid plan of `batch`. Cost: O(N log N) for N sequences, and one replay."""
     groups = group_loads(plan, batch)
+    peaks = np.zeros(int(groups.microbatch[-1]) + 1)
+    np.maximum.at(peaks, groups.microbatch, groups.load)
     predicted = forecast(plan, batch)
     slots = plan.header.pool.ranks * plan.header.microbatches
     occupied = int(groups.degree.sum())
@@ -63,6 +67,7 @@ def plan_statistics(plan: Plan, batch: Batch) -> PlanStatistics:
         load_max=float(groups.load.max()),
         load_mean=batch.sum_of_squares / slots,
         load_min=float(groups.load.min()) if occupied == slots else 0.0,
+        peak_min=float(peaks.min()),
         padding=int(groups.tokens @ groups.degree) / batch.tokens,
         degree_sequences={degree: int(sequences[degree]) for degree in degrees},
         degree_share={degree: float(ranks[degree]) / occupied for degree in degrees},

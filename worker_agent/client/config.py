@@ -32,8 +32,8 @@ class AgentConfig:
     attempt: int = 0
     """Counts elastic restarts; a higher attempt fences the lower ones."""
 
-    policy: str = FALLBACK_POLICY
-    """What the service plans by. Without the service, ranks plan by `FALLBACK_POLICY`."""
+    policy: str = ""
+    """What the service plans by; empty for its default. Without the service, ranks plan by `FALLBACK_POLICY`."""
 
     cost: CostModel = field(default_factory=CostModel)
     """Cost model of the service's and of local plans."""

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scheduler_service.domain import PlanSlice
 from worker_agent.client import PlanAgent, PlanStep, Timing
 from worker_agent.data import shift_labels
 from worker_agent.training.checkpoint import load_checkpoint, save_checkpoint
@@ -48,8 +50,8 @@ class IterationRecord:
     reason: str
     """Why they did; empty otherwise."""
     microbatches: int
-    target: float
-    cap: int
+    microbatch_loads: list[float]
+    """Attention load of the fullest rank in each microbatch, token²/degree."""
     degrees: dict[int, int]
     """Degree to number of sequences."""
     predicted_s: float
@@ -139,11 +141,11 @@ class Run:
             + [sent.get(kind, 0) for kind in BYTE_KINDS]
         )
         longest = int(plan.loaded_lengths.max(initial=0))
-        largest = torch.tensor([longest, step.wait_s, elapsed_s], dtype=torch.float64)
+        largest = torch.tensor([longest, step.wait_s, elapsed_s, *_loads(plan)], dtype=torch.float64)
         dist.all_reduce(totals, group=self.topology.world)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.world)
         sequences, tokens, *counts = totals.tolist()
-        longest_tokens, wait_s, iteration_s = largest.tolist()
+        longest_tokens, wait_s, iteration_s, *loads = largest.tolist()
         return IterationRecord(
             iteration=iteration,
             loss=result.loss,
@@ -157,8 +159,7 @@ class Run:
             origin=step.origin,
             reason=step.reason,
             microbatches=plan.microbatches,
-            target=plan.target,
-            cap=plan.cap,
+            microbatch_loads=loads,
             degrees={degree: n for degree, n in zip(degrees, counts, strict=False) if n},
             predicted_s=plan.predicted_s,
             wait_s=wait_s,
@@ -176,6 +177,15 @@ class Run:
             for member in plan.members[plan.group_offset[k] : plan.group_offset[k + 1]]
         ]
         return {"iteration": iteration, "digest": plan.digest, "origin": step.origin, "samples": samples}
+
+
+def _loads(plan: PlanSlice) -> list[float]:
+    """Attention load of the fullest of the slice's ranks in each microbatch, token²/degree."""
+    group = np.repeat(np.arange(len(plan.group_degree)), np.diff(plan.group_offset))
+    squares = np.bincount(group, np.square(plan.member_lengths, dtype=np.float64), len(plan.group_degree))
+    loads = np.zeros(plan.microbatches)
+    np.maximum.at(loads, plan.group_microbatch, squares / plan.group_degree)
+    return loads.tolist()
 
 
 def _append_line(path: Path, values: dict[str, Any]) -> None:

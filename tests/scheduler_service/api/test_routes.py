@@ -17,7 +17,7 @@ from scheduler_service.api.schemas import (
     Timeline,
 )
 from scheduler_service.domain import Batch, CostModel, Pool
-from scheduler_service.planning import explain, plan_iteration
+from scheduler_service.planning import DEFAULT_POLICY, explain, plan_iteration
 from scheduler_service.simulation import forecast, rank_loads
 from tests.support.rest import get, request
 
@@ -37,7 +37,7 @@ def test_jobs(live):
     assert jobs == sorted(jobs, key=lambda one: -one.last_seen_at)
     assert job.job == live.name
     assert (job.pool.ranks, job.pool.token_budget, job.pool.ep, job.pool.heads) == (4, 4096, 2, None)
-    assert (job.loader_shards, job.policy, job.attempt) == (2, "hydra", 0)
+    assert (job.loader_shards, job.policy, job.attempt) == (2, DEFAULT_POLICY, 0)
     assert (job.newest_planned, job.newest_executed, job.fallbacks) == (4, 3, 1)
     assert job.verdict.startswith("falling back: 1 of the last 4")
     assert job.last_seen_at >= job.registered_at

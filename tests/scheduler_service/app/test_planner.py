@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from scheduler_service.app.planner import Planner, PlanOrder
 from scheduler_service.domain import Batch, CostModel, HydraCpError, InfeasibleError, InvalidInputError, Pool, Reason
-from scheduler_service.planning import plan_iteration
+from scheduler_service.planning import DEFAULT_POLICY, plan_iteration
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,7 +30,7 @@ async def planner() -> AsyncIterator[Planner]:
     planner.close()
 
 
-def order(lengths, policy="hydra"):  # type: ignore[no-untyped-def]
+def order(lengths, policy=DEFAULT_POLICY):  # type: ignore[no-untyped-def]
     return PlanOrder(Batch(lengths), POOL, policy, CostModel())
 
 

@@ -151,8 +151,13 @@ def test_every_option_reaches_the_plan(lengths: str) -> None:
 
 def test_the_summary_shows_what_matters(lengths: str) -> None:
     result = run(lengths, *POOL, "--stages", "4")
-    for shown in ("microbatches", "load target", "predicted", "degree", "digest", "60,000"):
+    for shown in ("microbatches", "attention load", "predicted", "degree", "digest", "60,000"):
         assert shown in result.stdout
+
+
+def test_the_summary_shows_a_load_target_only_where_the_policy_has_one_for_all_microbatches(lengths: str) -> None:
+    assert "load target Λ" in run(lengths, *POOL, "--policy", "hydra").stdout
+    assert "load target Λ" not in run(lengths, *POOL, "--policy", "static_cp").stdout
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from scheduler_service.cli.quickstart_report import UNKNOWN, IterationLine, Summ
 
 def record(iteration: int, **changes: Any) -> dict[str, Any]:
     return {
-        "iteration": iteration, "loss": 8.0 - iteration, "longest_tokens": 15_000, "microbatches": 3, "target": 2.25e8,
-        "cap": 4, "policy": "hydra", "degrees": {"1": 30, "4": 2}, "origin": "service",
+        "iteration": iteration, "loss": 8.0 - iteration, "longest_tokens": 15_000, "microbatches": 3,
+        "microbatch_loads": [9e7, 2.25e8, 1.5e5], "policy": "hydra", "degrees": {"1": 30, "4": 2}, "origin": "service",
         "wait_s": 1.0 if iteration == 0 else 0.1,
         "iteration_s": 2.0, "bytes_sent": {"ulysses": 10, "ring": 20, "ep": 30, "reroute": 40}, **changes,
     }  # fmt: skip
@@ -32,10 +32,14 @@ def test_a_gain_is_the_baselines_time_over_the_plans():
 
 
 def test_the_policy_in_force_gains_nothing_over_itself():
-    line = IterationLine(record(0, policy="static_cp", target=0.0, cap=0))
+    line = IterationLine(record(0, policy="static_cp"))
     line.add_predictions(2.0, {"megatron": 3.0})
     assert line.row().split()[-2:] == ["1.00×", "1.50×"]
     assert line.is_complete
+
+
+def test_loads_are_shown_per_microbatch_from_the_least_to_the_most():
+    assert "1.5e+05…2.2e+08" in IterationLine(record(0)).row().split()
 
 
 def test_rows_line_up_under_their_heading():

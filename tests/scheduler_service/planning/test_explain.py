@@ -49,6 +49,24 @@ def test_counts_what_the_rejected_groups_lacked() -> None:
     assert "the one on ranks 2 … 3 of microbatch 0, opened by sequence 1 (18 tokens)" in text
 
 
+def test_says_how_full_the_ranks_are_where_no_load_target_holds_for_all_microbatches() -> None:
+    batch = Batch([10, 5, 4, 3, 3])
+    plan = plan_iteration(batch, POOL, policy="static_cp", cap=1)
+    assert (plan.microbatch.tolist(), plan.start.tolist()) == ([0, 0, 0, 1, 1], [0, 1, 1, 0, 1])
+    assert explain(plan, batch, 2) == (
+        "Policy static_cp runs its 4 tokens on rank 1 in microbatch 0; the token budget alone asks for degree 1, and "
+        "at degree 1 its attention load is 16. With what it shares them with, its ranks have 41; the fullest ranks of "
+        "the microbatch have 100."
+    )
+
+
+def test_gives_hydras_reasons_where_the_search_found_nothing_better_than_its_plan() -> None:
+    batch = Batch([10, 9, 1])
+    plan = plan_iteration(batch, POOL, policy="hydra_search", cost=CostModel(0.0, 0.0, 0.0))
+    assert plan.header.target > 0
+    assert "is within the target of" in explain(plan, batch, 1)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_has_words_for_every_sequence_of_every_policy(policy: str) -> None:
     batch = Batch(np.random.default_rng(2).integers(1, 4000, 60))

@@ -15,6 +15,7 @@ def test_figures_of_a_plan_by_hand() -> None:
     assert statistics.longest_tokens == 17
     assert statistics.sum_of_squares == 289 + 9 + 4
     assert (statistics.load_max, statistics.load_min) == (144.5, 0.0)
+    assert statistics.peak_min == 4.0
     assert statistics.load_mean == (289 + 9 + 4) / 8
     assert statistics.imbalance == 144.5 * 8 / 302
     assert statistics.padding == 25 / 22
@@ -30,6 +31,7 @@ def test_figures_agree_with_the_matrices_and_the_forecast() -> None:
     statistics, loads, predicted = plan_statistics(plan, batch), rank_loads(plan, batch), forecast(plan, batch)
     assert statistics.load_max == loads.load.max()
     assert statistics.load_min == loads.load.min()
+    assert statistics.peak_min == loads.load.max(axis=0).min()
     assert statistics.load_mean == pytest.approx(loads.load.mean(), rel=1e-12)
     assert statistics.padding * batch.tokens == pytest.approx(loads.tokens.sum(), rel=1e-12)
     assert statistics.idle_share == pytest.approx((loads.degree == 0).mean())

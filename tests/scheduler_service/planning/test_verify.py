@@ -16,7 +16,7 @@ POOL = Pool(ranks=8, token_budget=10, stages=3)
 
 
 def valid() -> Plan:
-    return plan_iteration(BATCH, POOL, cost=CostModel(theta=1e-3, overhead=1e-3))
+    return plan_iteration(BATCH, POOL, policy="hydra", cost=CostModel(theta=1e-3, overhead=1e-3))
 
 
 def changed(sequence: int, **values: int) -> Plan:

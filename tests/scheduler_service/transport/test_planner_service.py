@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2
 from hydracp.v1 import plan_pb2, planner_pb2
 
 from scheduler_service.domain import Batch, CostModel, Plan, Pool, slice_plan
-from scheduler_service.planning import plan_iteration, plan_statistics, verify_plan
+from scheduler_service.planning import DEFAULT_POLICY, plan_iteration, plan_statistics, verify_plan
 from tests.support.planner_client import (
     SMALL_POOL,
     TIMEOUT_S,
@@ -39,7 +39,7 @@ def test_plan_batch_answers_with_plan_statistics_and_certificate(stub):
     assert answer.plan.header.pool == plan_pb2.Pool(
         ranks=4, token_budget=4096, stages=2, ep=2, microbatch_multiple=1, sequence_parallel=1
     )
-    assert (answer.plan.header.format, answer.plan.header.policy) == (1, "hydra")
+    assert (answer.plan.header.format, answer.plan.header.policy) == (1, DEFAULT_POLICY)
     assert answer.plan.header.batch_digest == Batch(LENGTHS).digest
     assert answer.statistics.tokens == sum(LENGTHS)
     assert list(answer.statistics.degrees) == list(figures.degrees)
@@ -53,7 +53,7 @@ def test_plan_batch_answers_with_plan_statistics_and_certificate(stub):
 def test_plan_batch_honours_policy_cost_and_cap(stub):
     cost = plan_pb2.CostModel(theta=1e-9, tau=1e-5, overhead=1e-3)
     answer = plan_batch(stub, lengths=LENGTHS, pool=SMALL_POOL, policy="hydra", cost=cost, cap=4)
-    mine = plan_iteration(Batch(LENGTHS), DOMAIN_POOL, cost=CostModel(1e-9, 1e-5, 1e-3), cap=4)
+    mine = plan_iteration(Batch(LENGTHS), DOMAIN_POOL, policy="hydra", cost=CostModel(1e-9, 1e-5, 1e-3), cap=4)
     assert (answer.plan.digest, answer.plan.header.cap, answer.plan.header.cost) == (mine.digest, 4, cost)
     assert plan_batch(stub, lengths=LENGTHS, pool=SMALL_POOL, policy="static_cp").plan.header.policy == "static_cp"
 
@@ -112,7 +112,7 @@ def test_a_job_from_registration_to_its_slices(stub, job):
         planner_pb2.RegisterJobRequest(job=job, pool=SMALL_POOL, loader_shards=2, plan_formats=[1, 2]),
         timeout=TIMEOUT_S,
     )
-    assert (registered.plan_format, registered.window, registered.policy) == (1, 8, "hydra")
+    assert (registered.plan_format, registered.window, registered.policy) == (1, 8, DEFAULT_POLICY)
     assert registered.cost.theta == CostModel().theta
     epoch = registered.epoch
     assert register(stub, job) == epoch, "registering is idempotent"

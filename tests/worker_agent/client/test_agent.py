@@ -41,7 +41,8 @@ def service() -> Iterator[Scheduler]:
 
 
 def config(target: str, job: str, **other: Any) -> AgentConfig:
-    return AgentConfig(target=target, job=job, **{"pool": POOL, "fetch_timeout_s": 20.0, **other})
+    """A job that the service plans as ranks plan on their own, so that whoever planned, the digest is known."""
+    return AgentConfig(target=target, job=job, **{"pool": POOL, "policy": "hydra", "fetch_timeout_s": 20.0, **other})
 
 
 def lengths(iteration: int, rank: int) -> list[int]:
@@ -191,7 +192,7 @@ def test_a_scheduler_killed_while_fetches_are_parked_costs_local_plans_and_is_us
 
 
 def _without_scheduler(rank: int, target: str) -> Any:
-    settings = config(target, "alone", fetch_timeout_s=1.0, call_timeout_s=0.5)
+    settings = config(target, "alone", policy="", fetch_timeout_s=1.0, call_timeout_s=0.5)
     with PlanAgent(settings, rank, group()) as agent:
         for iteration in range(6):
             agent.submit(iteration, lengths(iteration, rank))
@@ -201,7 +202,7 @@ def _without_scheduler(rank: int, target: str) -> Any:
     return told(steps), agent.statistics()
 
 
-def test_without_a_scheduler_all_ranks_make_the_same_plans(tmp_path: Path) -> None:
+def test_without_a_scheduler_all_ranks_make_the_same_plans_by_the_policy_for_that(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         nobody = f"127.0.0.1:{probe.getsockname()[1]}"
     for steps, counted in run_ranks(RANKS, _without_scheduler, nobody):

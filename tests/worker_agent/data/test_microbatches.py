@@ -15,7 +15,7 @@ from worker_agent.data import microbatches
 
 def test_fewer_sequences_than_ranks_leave_dummies_with_the_same_number_of_microbatches() -> None:
     pool, batch = Pool(ranks=8, token_budget=64, sequence_parallel=2), Batch([10, 3])
-    plan = plan_iteration(batch, pool)
+    plan = plan_iteration(batch, pool, policy="hydra")
     every_rank = [microbatches(slice_plan(plan, batch, [2], [rank]), pool, rank) for rank in range(8)]
     assert {len(own) for own in every_rank} == {plan.header.microbatches}
     dummies = [mb for own in every_rank for mb in own if mb.is_dummy]

@@ -114,7 +114,7 @@ def test_a_run_is_planned_by_the_service_learns_and_resumes_where_it_stopped(doc
 
 def test_the_loss_does_not_depend_on_the_policy(documents: Path, tmp_path: Path):
     parts = []
-    for attempt, policy in enumerate(("hydra", "static_cp", "megatron")):
+    for attempt, policy in enumerate(("hydra_search", "static_cp", "megatron")):
         (tmp_path / policy).mkdir()
         parts.append(Part(replace(CONFIG, policy=policy, iterations=3), attempt, tmp_path / policy))
     with scheduler() as service:

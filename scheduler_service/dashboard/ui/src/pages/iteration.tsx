@@ -22,7 +22,7 @@ import { type GroupAddress, type HeatMode, HeatMap, zoom } from "../components/h
 import { CsvButton, ErrorMessage, Loaded, Message, Panel, Segments, useTableToggle } from "../components/panel";
 import { Schedule, stageFigures } from "../components/schedule";
 import { saveCsv, saveJson } from "../download";
-import { decimal, groupRanks, integer, MISSING, percent, plural, rankRange, seconds, short, signedPercent, times } from "../format";
+import { decimal, groupRanks, integer, percent, plural, rankRange, seconds, short, signedPercent, times } from "../format";
 import { type Resource, useResource } from "../resource";
 import { go, href, numberOption, type OptionChange, type Route, withOptions } from "../router";
 import { degreeColour, rgb } from "../theme";
@@ -153,7 +153,7 @@ function Heading({ job, iteration, it, children }: HeadingProps) {
               {" "}
               in {plural(it.microbatches, "microbatch", "microbatches")} on {plural(job.pool.ranks, "rank")}, by policy {it.policy}
               {it.cap > 0 && <>, cap C = {integer(it.cap)}</>}
-              {it.target > 0 && <>, Λ = {short(it.target)} token²</>}
+              {it.target > 0 ? <>, Λ = {short(it.target)} token²</> : <>, the fullest rank has a load of {short(it.load_max)} token²</>}
             </>
           )}
           .{it.fallback_reason && <> The ranks planned it themselves: {it.fallback_reason}.</>}
@@ -347,7 +347,7 @@ function LoadTable({ map, target }: { map: LoadMap; target: number }) {
           <tr>
             <th scope="col">MB</th>
             <th scope="col" class="number">Largest load</th>
-            <th scope="col" class="number">of Λ</th>
+            {target > 0 && <th scope="col" class="number">of Λ</th>}
             <th scope="col" class="number">Mean load</th>
             <th scope="col" class="number">Most tokens</th>
             <th scope="col" class="number">Idle ranks</th>
@@ -360,7 +360,7 @@ function LoadTable({ map, target }: { map: LoadMap; target: number }) {
             <tr key={row.microbatch}>
               <th scope="row">{row.microbatch}</th>
               <td class="number">{short(row.most)}</td>
-              <td class="number">{target > 0 ? percent(row.most / target, 0) : MISSING}</td>
+              {target > 0 && <td class="number">{percent(row.most / target, 0)}</td>}
               <td class="number">{short(row.mean)}</td>
               <td class="number">{integer(row.tokens)}</td>
               <td class="number">{integer(row.idle)}</td>
