@@ -26,7 +26,7 @@ from scheduler_service.planning import POLICIES, plan_iteration, warm_up
 from scheduler_service.simulation import forecast
 from scheduler_service.simulation.workloads import MICROBATCHES_PER_STAGE, TOKENS_PER_RANK
 from tests.benchmarks.lengths import Draw, distributions, sequences_of
-from tests.benchmarks.reporting import shown_s, table, write_json
+from tests.benchmarks.reporting import Check, checks_table, shown_s, table, write_json
 
 BUDGET = 8192
 POOLS = (128, 512, 2048)
@@ -34,6 +34,7 @@ SLOTS = {stages: MICROBATCHES_PER_STAGE * stages for stages in (4, 9)}
 SHRUNK = (1, 4)
 COSTS = {"H800-like": CostModel(2.6e-10, 4.1e-5, 8e-3), "H20-like": CostModel(6 * 2.6e-10, 4.1e-5, 8e-3)}
 COMPARED = ("megatron", "hydra", "hydra_search")
+MOST_GAP = 0.02
 LONGEST_DOMINATES = 0.15
 """p·x₁ over the certificate from which on single sequences dominate."""
 
@@ -113,8 +114,10 @@ def run(file: Path, pools: Iterable[int] = POOLS) -> dict[str, str]:
         found.append(compare(case, batch, COMPARED))
         print(f"policies: {_line(found[-1])}", file=sys.stderr, flush=True)
     of_all = compare(SHOWN_TO_ALL, batch_of(drawn[SHOWN_TO_ALL.distribution], SHOWN_TO_ALL), POLICIES)
-    write_json("policies", {"cases": found, "all_policies": of_all})
+    goals = checks(found)
+    write_json("policies", {"cases": found, "all_policies": of_all, "checks": [check._asdict() for check in goals]})
     return {
+        "policies-checks": checks_table(goals),
         "policies-summary": summary_table(found),
         "policies-cases": cases_table(found),
         "policies-all": policies_table(of_all),
@@ -134,6 +137,25 @@ def gain(row: dict[str, Any], over: str, of: str) -> float:
 def _line(row: dict[str, Any]) -> str:
     seconds = "  ".join(f"{name} {found['iteration_s']:.2f} s" for name, found in row["policies"].items())
     return f"{row['distribution']} {row['ranks']} p={row['stages']} {row['cost']} {row['slots']} slots: {seconds}"
+
+
+def checks(rows: list[dict[str, Any]]) -> list[Check]:
+    """The figures that have goals."""
+    over_megatron = fmean(gain(row, "megatron", "hydra") for row in rows)
+    over_hydra = [gain(row, "hydra", "hydra_search") for row in rows]
+    mean, least = fmean(over_hydra), min(over_hydra)
+    gaps = [row["policies"]["hydra_search"]["gap"] for row in rows if not dominated(row)]
+    within = sum(gap <= MOST_GAP for gap in gaps)
+    return [
+        Check("`hydra` over `megatron`, mean", "≥ 1.2", f"{over_megatron:.2f}", over_megatron >= 1.2),
+        Check("`hydra_search` over `hydra`, least", "≥ 1", f"{least:.3f}", least >= 1),
+        Check("`hydra_search` over `hydra`, mean", "≥ 1.12", f"{mean:.3f}", mean >= 1.12),
+        Check("the same, hoped for", "≥ 1.18", f"{mean:.3f}", mean >= 1.18),
+        Check(
+            "cases where single sequences do not dominate with a gap of at most 2 %",
+            "all", f"{within} of {len(gaps)}", within == len(gaps),
+        ),
+    ]  # fmt: skip
 
 
 def summary_table(rows: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path("build/bench")
 
@@ -34,6 +35,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table. Columns whose head starts with `>` hold numbers."""
     lines = [[name.lstrip(">") for name in head], ["--:" if name.startswith(">") else "---" for name in head], *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+class Check(NamedTuple):
+    """A figure, and what it is to be."""
+
+    what: str
+    goal: str
+    measured: str
+    met: bool | None
+    """None where there is no goal."""
+
+
+def checks_table(found: Iterable[Check]) -> str:
+    """Goals and whether they are met."""
+    verdict = {True: "met", False: "missed", None: ""}
+    return table(("what", ">goal", ">measured", ""), ((*check[:3], verdict[check.met]) for check in found))
 
 
 def shown_s(seconds: float) -> str:
