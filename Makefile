@@ -54,13 +54,23 @@ format: setup ## Let ruff rewrite what it can
 # What we measure ourselves against lives in a folder of its own: nothing of ours depends on it.
 MEGATRON_CORE := 0.16.1
 MEGATRON_CORE_AT := build/bench/megatron-core-$(MEGATRON_CORE)
+RINGMASTER := 0.2.7
+YUNCHANG := 0.6.4
+ATTENTION_AT := build/bench/attention-$(RINGMASTER)-$(YUNCHANG)
 
 .PHONY: bench
-bench: setup $(MEGATRON_CORE_AT) ## Measure planning, its speed and its gains; JSON and a plot in build/bench/ (ARGS=--help lists parts)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(MEGATRON_CORE_AT) $(BIN)/python -W ignore -m tests.benchmarks $(ARGS)
+bench: setup $(MEGATRON_CORE_AT) $(ATTENTION_AT) ## Measure planning and the engine, beside others; JSON and plots in build/bench/ (ARGS=--help lists parts)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(MEGATRON_CORE_AT):$(ATTENTION_AT) $(BIN)/python -W ignore -m tests.benchmarks $(ARGS)
 
 $(MEGATRON_CORE_AT): | setup
 	-$(BIN)/python -m pip install --quiet --no-deps --target $@.part megatron-core==$(MEGATRON_CORE) && mv $@.part $@
+
+$(ATTENTION_AT): | setup
+	-$(BIN)/python -m pip install --quiet --no-deps --target $@.part axolotl-ringmaster==$(RINGMASTER) yunchang==$(YUNCHANG) && mv $@.part $@
+
+.PHONY: parity
+parity: setup ## Train the reference model for 1,000 iterations by the plans of each policy, and compare (half an hour on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.parity $(ARGS)
 
 .PHONY: gpu-check
 gpu-check: setup ## On a machine with a GPU: kernel contract, kernel times, overlap (exit code 2 where there is none)

@@ -3,7 +3,8 @@
     python -m tests.benchmarks [PART…] [--lengths FILE] [--docs]
 
 Parts: plan_speed, policies, megatron_core (does our megatron_hybrid plan what the released scheduler plans?), overlap
-(how much of an exchange is hidden); all of them without any. `--docs` puts the tables and the plot into the documents.
+(how much of an exchange is hidden), attention (our engine and its peers); all of them without any. `--docs` puts the
+tables and the plot into the documents.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.benchmarks import megatron_core, overlap, plan_speed, policies
+from tests.benchmarks import attention, megatron_core, overlap, plan_speed, policies
 from tests.benchmarks.reporting import FOLDER, with_tables
 
 DOCUMENTS = (Path("docs/benchmarks.md"), Path("docs/planning.md"), Path("docs/engine.md"), Path("README.md"))
@@ -30,6 +31,7 @@ def main() -> int:
         "policies": lambda: policies.run(given.lengths),
         "megatron_core": megatron_core.run,
         "overlap": overlap.run,
+        "attention": attention.run,
     }
     asked.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     asked.add_argument("--lengths", type=Path, default=LENGTHS, help="JSON of published length distributions")

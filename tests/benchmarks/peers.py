@@ -84,7 +84,8 @@ def yunchang_attention(ulysses: int, ring: int, rank: int) -> Attention:
     for module in ("yunchang.ring.zigzag_ring_flash_attn", "yunchang.ulysses.attn_layer"):
         importlib.import_module(module).select_flash_attn_impl = select  # type: ignore[attr-defined]
     if ring == 1:
-        layer = importlib.import_module("yunchang.ulysses").UlyssesAttention(yunchang_groups()[0])
+        groups = importlib.import_module("yunchang.globals").PROCESS_GROUP
+        layer = importlib.import_module("yunchang.ulysses").UlyssesAttention(groups.ULYSSES_PG)
     else:
         layer = library.LongContextAttention(ring_impl_type="zigzag")
 
@@ -92,12 +93,6 @@ def yunchang_attention(ulysses: int, ring: int, rank: int) -> Attention:
         return layer(*(x.unsqueeze(0) for x in (q, k, v)), causal=True)[0]  # type: ignore[no-any-return]
 
     return attention
-
-
-def yunchang_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The inner and the outer process group of the last `yunchang_attention`."""
-    groups = importlib.import_module("yunchang.globals").PROCESS_GROUP
-    return groups.ULYSSES_PG, groups.RING_PG
 
 
 def ringmaster_attention(ulysses: int, ring: int, inner: dist.ProcessGroup, outer: dist.ProcessGroup) -> Attention:
