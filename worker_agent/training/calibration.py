@@ -74,7 +74,7 @@ def _measure(trainer: Trainer, lengths: Sequence[int], repeats: int) -> tuple[fl
     tokens = torch.randint(model.config.vocabulary, (layout.tokens,), generator=generator)
     seconds = []
     for _ in range(repeats + 1):
-        dist.barrier(group=topology.world)
+        dist.barrier(group=topology.pool)
         started = time.perf_counter()
         loss = model(tokens, tokens, layout, group)
         between = time.perf_counter()
@@ -82,6 +82,6 @@ def _measure(trainer: Trainer, lengths: Sequence[int], repeats: int) -> tuple[fl
         seconds.append((between - started, time.perf_counter() - between))
     model.zero_grad(set_to_none=True)
     median = torch.tensor(np.median(seconds[1:], axis=0))  # the first repeat warms up
-    dist.all_reduce(median, group=topology.world)
-    forward, backward = (median / dist.get_world_size(topology.world)).tolist()
+    dist.all_reduce(median, group=topology.pool)
+    forward, backward = (median / dist.get_world_size(topology.pool)).tolist()
     return forward, backward

@@ -81,7 +81,7 @@ class Run:
         else:
             for stale in (*self.output.glob("ledger-*.jsonl"), self.output / "metrics.jsonl"):
                 stale.unlink(missing_ok=True)
-        dist.barrier(group=self.topology.world)
+        dist.barrier(group=self.topology.pool)
         for iteration in range(first, min(first + self.config.lookahead, self.config.iterations)):
             self._submit(iteration)
         for iteration in range(first, self.config.iterations):
@@ -142,8 +142,8 @@ class Run:
         )
         longest = int(plan.loaded_lengths.max(initial=0))
         largest = torch.tensor([longest, step.wait_s, elapsed_s, *_loads(plan)], dtype=torch.float64)
-        dist.all_reduce(totals, group=self.topology.world)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.world)
+        dist.all_reduce(totals, group=self.topology.pool)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.pool)
         sequences, tokens, *counts = totals.tolist()
         longest_tokens, wait_s, iteration_s, *loads = largest.tolist()
         return IterationRecord(

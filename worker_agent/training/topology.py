@@ -24,7 +24,7 @@ class Topology:
     """Bytes that this rank has sent, by kind."""
     job: dist.ProcessGroup
     """All ranks of all stages: what is reported."""
-    world: dist.ProcessGroup
+    pool: dist.ProcessGroup
     """The ranks of this stage: gradients of dense parameters, counts, rerouting. The job, if there is one stage."""
     context: GroupRegistry
     """The groups that sequences run on."""
@@ -69,7 +69,7 @@ def build_topology(pool: Pool) -> Topology:
         rank=rank,
         counters=counters,
         job=job,
-        world=own_pool,
+        pool=own_pool,
         context=context,
         experts=ExpertGroup(pool.ep, rank % pool.ep, experts, counters),
         replicas=replicas,

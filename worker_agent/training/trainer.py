@@ -83,11 +83,11 @@ class Trainer:
         """Leave the gradient of the global batch's mean loss in the parameters. A collective over the job."""
         self.model.zero_grad(set_to_none=True)
         topology, pipeline = self.topology, self.topology.pipeline
-        rerouter = Rerouter(plan, self.pool, topology.rank, topology.world, topology.counters)
+        rerouter = Rerouter(plan, self.pool, topology.rank, topology.pool, topology.counters)
         parts = rerouter.microbatches
         token_shards = rerouter.route(tokens, 0) if pipeline.is_first else []
         label_shards = rerouter.route(labels, IGNORE_INDEX)
-        count = count_valid(label_shards, topology.world)
+        count = count_valid(label_shards, topology.pool)
         scale = backward_scale(count)
         topology.context.warm((part.start, part.degree, part.ulysses) for part in parts)
         summed = torch.zeros((), dtype=torch.float64)
@@ -104,7 +104,7 @@ class Trainer:
 
         shapes = [(part.layout.tokens, self.model.config.hidden) for part in parts]
         times = pipeline.run(shapes, self.dense[0].dtype, self.dense[0].device, forward)
-        sum_gradients(self.dense, topology.world)
+        sum_gradients(self.dense, topology.pool)
         sum_gradients(self.experts, topology.replicas)
         return StepResult(
             loss=mean_loss(summed, count, topology.job),
@@ -120,5 +120,5 @@ class Trainer:
         """One bias step per iteration, from the counts of the whole pool: every token passes every stage once."""
         for mixture in self.model.mixtures():
             counts = mixture.counts.clone()
-            dist.all_reduce(counts, group=self.topology.world)
+            dist.all_reduce(counts, group=self.topology.pool)
             mixture.update_bias(counts, self.config.bias_step)
