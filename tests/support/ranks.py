@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -63,7 +64,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                failure, value = pipe.recv()  # type: ignore[union-attr]
+                failure, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a word") from None
             if failure:
@@ -95,8 +96,9 @@ def _run(
         )
         value = body(rank, *arguments)
         dist.barrier()
-        pipe.send((None, value))
+        # Plain bytes: tensors that `send` would share through their own process cannot be had once that has ended.
+        pipe.send_bytes(pickle.dumps((None, value)))
         dist.destroy_process_group()
     except BaseException:
-        pipe.send((traceback.format_exc(), None))
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
         raise
