@@ -37,12 +37,13 @@ class Rows:
 
     def __init__(self, numbers: LongColumn) -> None:
         self._numbers = torch.from_numpy(numbers)
+        self._count = numbers.size
         self._first = int(numbers[0]) if numbers.size else 0
         self._is_run = numbers.size == 0 or int(numbers[-1]) - self._first + 1 == numbers.size
         self._on: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return self._count
 
     @property
     def numbers(self) -> Tensor:
@@ -52,20 +53,20 @@ class Rows:
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """These rows of `x` along `dim`: a view where they are neighbours, else a copy."""
         if self._is_run:
-            return x.narrow(dim, self._first, len(self))
+            return x.narrow(dim, self._first, self._count)
         return x.index_select(dim, self._index(x.device))
 
     def put(self, x: Tensor, values: Tensor, dim: int = 0) -> None:
         """Write `values` to these rows of `x` along `dim`."""
         if self._is_run:
-            x.narrow(dim, self._first, len(self)).copy_(values)
+            x.narrow(dim, self._first, self._count).copy_(values)
         else:
             x.index_copy_(dim, self._index(x.device), values.to(x.dtype))
 
     def add(self, x: Tensor, values: Tensor) -> None:
         """Add `values` to these rows of `x`, in the dtype of `x`."""
         if self._is_run:
-            x.narrow(0, self._first, len(self)).add_(values)
+            x.narrow(0, self._first, self._count).add_(values)
         else:
             self.put(x, self.take(x) + values)
 
@@ -236,8 +237,12 @@ class ShardLayout:
 
     def real_tokens(self, ring_index: int) -> int:
         """Tokens, padding left out, in the ring shard of `ring_index`."""
-        early, late = self._counts(ring_index)
-        return int(early.sum() + late.sum())
+        return self._real_tokens[ring_index]
+
+    @cached_property
+    def _real_tokens(self) -> list[int]:
+        counts = [self._counts(index) for index in range(self.ring)]
+        return [int(early.sum() + late.sum()) for early, late in counts]
 
     def steps(self, causal: bool) -> tuple[RingStep, ...]:
         """The blocks of this rank in the order of the forward ring: own keys first, then one ring index back each."""

@@ -12,12 +12,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     lse = m + softplus(min − m) with m = max(lse_a, lse_b), and out = Σ exp(lse_i − lse)·out_i. A row without keys has
     LSE −∞ and output 0; two such rows merge to one (the sigmoid and logaddexp forms give NaN there). Computes in, and
-    returns, the dtype of the LSEs. Commutative and, up to rounding, associative.
+    returns, the dtype of the LSEs. Commutative and associative up to rounding.
     """
     low, high = torch.minimum(lse_a, lse_b), torch.maximum(lse_a, lse_b)
     lse = high + softplus(_difference(low, high))
-    weight_a, weight_b = (torch.exp(_difference(part, lse)).T.unsqueeze(-1) for part in (lse_a, lse_b))
-    return weight_a * out_a.to(lse.dtype) + weight_b * out_b.to(lse.dtype), lse
+    weight_b = torch.exp(_difference(lse_b, lse)).T.unsqueeze(-1)  # that of a is what is left of 1
+    return torch.lerp(out_a.to(lse.dtype), out_b.to(lse.dtype), weight_b), lse
 
 
 def _difference(smaller: Tensor, larger: Tensor) -> Tensor:
