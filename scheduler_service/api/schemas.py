@@ -39,6 +39,9 @@ class PoolModel(BaseModel):
     max_degree: int | None = None
     microbatch_multiple: int
     sequence_parallel: int
+    speeds: dict[int, float] = Field(
+        default_factory=dict, description="Rank to speed, where it is not 1; a rank of speed 0 is excluded"
+    )
 
 
 class CostModelModel(BaseModel):

@@ -55,7 +55,7 @@ def job(record: JobRecord) -> Job:
         job=record.job,
         attempt=record.attempt,
         policy=config.policy,
-        pool=PoolModel(**asdict(config.pool)),
+        pool=PoolModel(**{**asdict(config.pool), "speeds": dict(config.pool.speeds)}),
         cost=CostModelModel(**asdict(config.cost)),
         loader_shards=config.loader_shards,
         registered_at=record.registered_at,

@@ -34,7 +34,7 @@ from scheduler_service.app.records import (
 )
 from scheduler_service.app.verdict import judge
 from scheduler_service.domain import PLAN_FORMAT, HydraCpError, InvalidInputError, Reason
-from scheduler_service.planning import POLICIES
+from scheduler_service.planning import POLICIES, find_policy
 
 MAX_ITERATION = 2**53 - 1
 """Highest number of an iteration: the largest that JSON's readers keep exactly."""
@@ -153,12 +153,12 @@ class Scheduler:
         return planned
 
     def register(self, name: str, attempt: int, config: JobConfig, formats: Sequence[int] = ()) -> Job:
-        """Make a job known; see `JobRegistry.register`. Raises for a policy or plan formats that we do not have."""
+        """Make a job known; see `JobRegistry.register`.
+
+        Raises for a policy that we do not have or that the pool is not for, and for plan formats that we do not have.
+        """
         self._refuse_if_stopping()
-        if config.policy not in POLICIES:
-            raise InvalidInputError(
-                Reason.UNKNOWN_POLICY, f"policy {config.policy!r} is unknown; choose one of {', '.join(POLICIES)}"
-            )
+        find_policy(config.policy, config.pool)
         if formats and PLAN_FORMAT not in formats:
             raise HydraCpError(
                 Reason.INVALID_ARGUMENT,

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from scheduler_service.cli.failures import reported
 from scheduler_service.cli.length_files import read_batch
+from scheduler_service.cli.rank_speeds import rank_speeds
 from scheduler_service.domain import CostModel, HydraCpError, InvalidInputError, Plan, Pool, Reason
 from scheduler_service.planning import (
     DEFAULT_POLICY,
@@ -41,6 +42,15 @@ def plan(
     max_ulysses: Annotated[int | None, typer.Option(help="Most ranks of an inner Ulysses group.")] = None,
     cap: Annotated[int | None, typer.Option(help="Fix the degree cap C instead of choosing it.")] = None,
     max_degree: Annotated[int | None, typer.Option(help="Largest degree of any sequence.")] = None,
+    microbatch_multiple: Annotated[int, typer.Option(help="The number of microbatches is a multiple of this.")] = 1,
+    rank_speed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=SPEED", help="A rank that is slower than the fastest, as 3=0.5. Repeatable."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANKS", help="Ranks that get no sequence, as 3,17 or 8-15. Repeatable."),
+    ] = None,
     theta: Annotated[float, typer.Option(help="Forward seconds per token²/degree and stage.")] = _COST.theta,
     tau: Annotated[float, typer.Option(help="Forward seconds per token of a rank and stage.")] = _COST.tau,
     overhead: Annotated[float, typer.Option(help="Fixed seconds per microbatch and stage.")] = _COST.overhead,
@@ -57,7 +67,8 @@ def plan(
         batch = read_batch(lengths, field)
         shape = Pool(
             ranks=pool, token_budget=budget, stages=stages, ep=ep, heads=heads, max_ulysses=max_ulysses,
-            max_degree=max_degree,
+            max_degree=max_degree, microbatch_multiple=microbatch_multiple,
+            speeds=rank_speeds(rank_speed or (), exclude or ()),
         )  # fmt: skip
         warm_up()  # so that the planning time that is shown is that of planning
         made = plan_iteration(batch, shape, policy=policy, cost=CostModel(theta, tau, overhead), cap=cap)
@@ -102,6 +113,11 @@ def _columns_as_lists(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan, name).tolist() for name in COLUMNS}
 
 
+def _speeds(pool: Pool) -> str:
+    excluded = len(pool.excluded)
+    return f"{len(pool.speeds) - excluded} slow, {excluded} excluded; worth {pool.total_speed:.5g} ranks of full speed"
+
+
 def _print_summary(plan: Plan, statistics: PlanStatistics, out: Path | None) -> None:
     header = plan.header
     console = Console(highlight=False)
@@ -113,6 +129,7 @@ def _print_summary(plan: Plan, statistics: PlanStatistics, out: Path | None) -> 
             f"{header.pool.ranks} ranks × {header.pool.token_budget:,} tokens, "
             f"{header.pool.stages} stage{'s' if header.pool.stages > 1 else ''}",
         ),
+        *((("rank speeds", _speeds(header.pool)),) if header.pool.speeds else ()),
         (
             "batch",
             f"{statistics.sequences:,} sequences, {statistics.tokens:,} tokens, longest {statistics.longest_tokens:,}",

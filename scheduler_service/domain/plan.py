@@ -48,6 +48,8 @@ class PlanHeader:
         """The header's part of the canonical form. Little-endian, fixed width, policy name length-prefixed."""
         pool = self.pool
         name = self.policy.encode()
+        # Nothing where all ranks are equally fast: the total length tells the two forms apart.
+        speeds = [struct.pack("<qd", rank, speed) for rank, speed in dict(pool.speeds).items()]
         return b"".join(
             (
                 b"hydracp-plan",
@@ -60,6 +62,7 @@ class PlanHeader:
                 struct.pack("<dqqq", self.target, self.cap, self.microbatches, self.sequences),
                 bytes.fromhex(self.batch_digest),
                 self.cost.digest,
+                *speeds,
             )
         )  # fmt: skip
 
@@ -148,4 +151,5 @@ class Plan:
             "lower_bound_s": header.lower_bound_s,
             "predicted_s": header.predicted_s,
             "plan_s": header.plan_s,
+            **({"speeds": dict(header.pool.speeds)} if header.pool.speeds else {}),
         }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
-from typing import NamedTuple
+from math import fsum, lcm
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from scheduler_service.domain.errors import InvalidInputError, Reason
 
@@ -14,6 +18,12 @@ MAX_RANKS = 1 << 16
 
 MAX_TOKEN_BUDGET = 1 << 30
 """Most tokens per rank and microbatch."""
+
+MIN_SPEED = 0.01
+"""Slowest rank that is worth a sequence; below, it is better excluded. Keeps every prediction finite."""
+
+Speeds = Mapping[int, float] | Sequence[tuple[int, float]]
+"""Speed of some ranks."""
 
 
 class GroupShape(NamedTuple):
@@ -60,6 +70,11 @@ class Pool:
     sequence_parallel: int = 1
     """TP size under sequence parallelism, t; divides `token_budget`."""
 
+    speeds: Speeds = ()
+    """Ranks that are slower than the fastest: rank → speed. 1 is the speed of all others; a rank of speed 0 is
+    excluded: it gets no sequence, and still takes part in every collective. Kept as a tuple of pairs in the order
+    of the ranks, without those of speed 1."""
+
     def __post_init__(self) -> None:
         limits = {
             "ranks": MAX_RANKS,
@@ -94,13 +109,48 @@ class Pool:
                 f"{self.sequence_parallel}; the nearest below is "
                 f"{self.token_budget // self.sequence_parallel * self.sequence_parallel}",
             )
+        object.__setattr__(self, "speeds", _validated_speeds(self.speeds, self.ranks))
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees that a group may have, ascending: powers of two, and the full pool where it is none."""
+        """Degrees that a group may have, ascending: powers of two, and the full pool where it is none.
+
+        Only those for which some group holds no excluded rank.
+        """
         most = min(self.ranks, self.max_degree or self.ranks)
         powers = tuple(1 << e for e in range(most.bit_length()))
-        return powers if self.ranks in powers or most < self.ranks else (*powers, self.ranks)
+        degrees = powers if self.ranks in powers or most < self.ranks else (*powers, self.ranks)
+        return tuple(degree for degree in degrees if self.fastest(degree) > 0) if self.excluded else degrees
+
+    @cached_property
+    def excluded(self) -> tuple[int, ...]:
+        """Ranks that get no sequence, ascending."""
+        return tuple(rank for rank, speed in dict(self.speeds).items() if speed == 0)
+
+    @cached_property
+    def total_speed(self) -> float:
+        """Σ of the speeds of all ranks: G where none is slow."""
+        slow = dict(self.speeds).values()
+        return self.ranks - len(slow) + fsum(slow)
+
+    def group_speeds(self, degree: int) -> npt.NDArray[np.float64]:
+        """Speed of the groups on ranks 0 … degree − 1, degree … 2·degree − 1, and so on, (ranks // degree,).
+
+        A group is as fast as its slowest rank, and one with an excluded rank has speed 0: it must not be opened.
+        """
+        speeds = np.ones(self.ranks)
+        for rank, speed in dict(self.speeds).items():
+            speeds[rank] = speed
+        groups = self.ranks // degree
+        return speeds[: groups * degree].reshape(groups, degree).min(axis=1)
+
+    def fastest(self, degree: int) -> float:
+        """Speed of the fastest group of `degree` ranks."""
+        return float(self.group_speeds(degree).max()) if self.speeds else 1.0
+
+    def pace(self, degree: int) -> float:
+        """How many ranks of full speed the fastest group of `degree` ranks is worth."""
+        return degree * self.fastest(degree)
 
     def shape(self, degree: int) -> GroupShape:
         """P_u × P_r of a group: P_u is the largest power of two that divides degree and h and is ≤ U."""
@@ -128,3 +178,30 @@ class Pool:
         """Most tokens Σ s̃ that a group may hold, so that its padded total is at most degree·B."""
         multiple = self.stream_multiple(degree)
         return degree * self.token_budget // multiple * multiple
+
+
+def _validated_speeds(speeds: Any, ranks: int) -> tuple[tuple[int, float], ...]:
+    """Pairs of rank and speed by rank, those of speed 1 left out, or what is wrong with them."""
+    try:
+        pairs = [(rank, speed) for rank, speed in (speeds.items() if isinstance(speeds, Mapping) else speeds)]
+    except (TypeError, ValueError):
+        raise _invalid_speeds(f"speeds is {speeds!r}; give pairs of a rank and its speed") from None
+    kept: dict[int, float] = {}
+    for rank, speed in pairs:
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < ranks:
+            raise _invalid_speeds(f"speeds names rank {rank!r}; the pool has ranks 0 … {ranks - 1}")
+        if rank in kept:
+            raise _invalid_speeds(f"speeds names rank {rank} twice ({kept[int(rank)]} and {speed}); give it one speed")
+        number = isinstance(speed, int | float | np.floating) and not isinstance(speed, bool)
+        if not number or not (speed == 0 or MIN_SPEED <= speed <= 1):
+            raise _invalid_speeds(
+                f"rank {rank} has speed {speed!r}; give {MIN_SPEED} to 1, the speed of the fastest, or 0 to exclude it"
+            )
+        kept[int(rank)] = float(speed)
+    if len(kept) == ranks and not any(kept.values()):
+        raise _invalid_speeds(f"all {ranks} ranks are excluded; leave at least one to work")
+    return tuple((rank, speed) for rank, speed in sorted(kept.items()) if speed != 1)
+
+
+def _invalid_speeds(complaint: str) -> InvalidInputError:
+    return InvalidInputError(Reason.INVALID_POOL, f"pool: {complaint}")

@@ -6,7 +6,7 @@ is predicted. Nothing here does I/O or waits.
 
 from scheduler_service.planning.explain import explain
 from scheduler_service.planning.feasibility import memory_degree, memory_degrees, require_fit
-from scheduler_service.planning.iteration import DEFAULT_POLICY, POLICIES, plan_iteration, warm_up
+from scheduler_service.planning.iteration import DEFAULT_POLICY, POLICIES, find_policy, plan_iteration, warm_up
 from scheduler_service.planning.policy import PlanningConfig, Policy, new_plan
 from scheduler_service.planning.statistics import PlanStatistics, plan_statistics
 from scheduler_service.planning.verify import InvalidPlanError, verify_plan
@@ -15,6 +15,7 @@ __all__ = [
     "plan_iteration",
     "POLICIES",
     "DEFAULT_POLICY",
+    "find_policy",
     "warm_up",
     "verify_plan",
     "InvalidPlanError",

@@ -4,6 +4,9 @@ The span of 1F1B is monotone and convex in the times of the microbatches, so the
 span of the mean times over all pipelines, whose sums are known: a sequence's load and tokens over its ranks add up to
 s² and at least s, whatever its degree. What remains is how M microbatches of those sums can be shaped, and that is
 bounded for every M.
+
+Where ranks are slow, means are taken with the speeds as weights: a group of speed v needs s²/(g·v) on each of its
+ranks, whose speeds are at least v, so the weighted sum is s² or more again, over Σ speeds instead of G.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ def lower_bound_s(batch: Batch, pool: Pool, cost: CostModel) -> float:
 
     Let x = f + b be the time of a microbatch on one stage, W the mean over ranks of all work without overheads, o the
     overhead, p the stages. Every microbatch has f ≥ o and b ≥ o, and every plan has M ≥ M₀ microbatches: ⌈Σs/(G·B)⌉
-    for the tokens, rounded up to the pool's multiple.
+    for the tokens, G without excluded ranks, rounded up to the pool's multiple.
 
-    * *The longest sequence, down and up*: at the largest degree g its microbatch takes
+    * *The longest sequence, down and up*: on the best group, worth g ranks of full speed, its microbatch takes
       x₁ ≥ 3.5·θ·s_max²/g + 3·τ·s_max/g + 2·o, and passes p stages forward and p back, one after the other. On the
       first stage at most p−1 forwards and p−1 backwards of others run meanwhile (1F1B); the other 2(M−1) − 2(p−1)
       or more operations run before or after: T ≥ p·x₁ + 2·max(0, M₀−p)·o.
@@ -44,17 +47,17 @@ def lower_bound_s(batch: Batch, pool: Pool, cost: CostModel) -> float:
     attention, linear = (1 + BACKWARD_ATTENTION) * cost.theta, (1 + BACKWARD_LINEAR) * cost.tau
     both_overheads = 2 * cost.overhead
     multiple = pool.microbatch_multiple
-    fewest = -(-batch.tokens // (pool.ranks * pool.token_budget))
+    fewest = -(-batch.tokens // ((pool.ranks - len(pool.excluded)) * pool.token_budget))
     fewest = -(-fewest // multiple) * multiple
 
-    degree = pool.degrees[-1]
-    longest = attention * batch.longest**2 / degree + linear * batch.longest / degree + both_overheads
+    pace = max(pool.pace(degree) for degree in pool.degrees)
+    longest = attention * batch.longest**2 / pace + linear * batch.longest / pace + both_overheads
     longest_sequence = pool.stages * longest + both_overheads * max(0, fewest - pool.stages)
 
     # Later microbatches than these are of no use to anyone; were they, their overheads would be counted.
     most = min(max(fewest, MOST_MICROBATCHES), -(-len(batch) // multiple) * multiple)
     microbatches = np.arange(fewest, max(fewest, most) + 1, multiple)
-    work = (attention * batch.sum_of_squares + linear * batch.tokens) / pool.ranks
+    work = (attention * batch.sum_of_squares + linear * batch.tokens) / pool.total_speed
     all_work = work + both_overheads * (microbatches + pool.stages - 1)
     beyond = work + both_overheads * (microbatches[-1] + multiple + pool.stages - 1)
     if pool.stages > 1 and work > 0:
@@ -108,10 +111,10 @@ def _ramps(batch: Batch, pool: Pool, cost: CostModel, work: float, microbatches:
     hand; every cut gives a bound, and the best is taken.
     """
     stages, overhead = pool.stages, cost.overhead
-    attention = cost.theta * batch.sum_of_squares / pool.ranks
-    longest_u = (cost.theta * batch.longest**2 + cost.tau * batch.longest) / pool.ranks
+    attention = cost.theta * batch.sum_of_squares / pool.total_speed
+    longest_u = (cost.theta * batch.longest**2 + cost.tau * batch.longest) / pool.total_speed
     longest_v = (BACKWARD_ATTENTION * cost.theta * batch.longest**2 + BACKWARD_LINEAR * cost.tau * batch.longest) / (
-        pool.ranks
+        pool.total_speed
     )
     ratio = BACKWARD_ATTENTION if cost.theta > 0 else BACKWARD_LINEAR
     cuts = min(_CUTS_PER_STAGE * stages, int(microbatches[0]))

@@ -2,6 +2,8 @@
 
     k(s) = the smallest degree g with  s² ≤ limit(g) = ⌊s_max²·g/C⌋  and  s̃(s, g) ≤ capacity(g)
 
+Where ranks are slow, a group of speed v may take v·limit(g) only, and k(s) counts on the fastest group of each degree.
+
 All comparisons are between integers, so no rounding changes a plan. Only degrees up to C exist here: at C the
 longest sequence keeps both conditions, hence so does every other. That also keeps numbers small: a group's Σ s²
 is at most limit(C) = s_max² ≤ 2⁴⁸, far inside 64 bits.
@@ -19,6 +21,9 @@ from scheduler_service.domain import Pool
 from scheduler_service.planning.load_target import LoadTarget
 
 LongColumn = npt.NDArray[np.int64]
+
+MOST_LOAD = 1 << 48
+"""Largest limit of a group's Σ w(s), so that heap keys hold it."""
 
 
 class DegreeClasses(NamedTuple):
@@ -42,9 +47,10 @@ class DegreeClasses(NamedTuple):
 def degree_classes(pool: Pool, target: LoadTarget) -> DegreeClasses:
     """The degrees of `pool` up to the cap, with their limits."""
     degrees = [degree for degree in pool.degrees if degree <= target.cap]
-    limit = [target.limit(degree) for degree in degrees]
+    limit = [min(MOST_LOAD, target.limit(degree)) for degree in degrees]
     capacity = [pool.capacity(degree) for degree in degrees]
-    longest = [min(isqrt(most), tokens) for most, tokens in zip(limit, capacity, strict=True)]
+    allowed = [int(pool.fastest(degree) * most) for degree, most in zip(degrees, limit, strict=True)]
+    longest = [min(isqrt(most), tokens) for most, tokens in zip(allowed, capacity, strict=True)]
     return DegreeClasses(
         degree=np.array(degrees, np.int64),
         limit=np.array(limit, np.int64),

@@ -57,7 +57,10 @@ def require_fit(batch: Batch, pool: Pool) -> int:
         return degree
     most = max(pool.degrees, key=pool.capacity)
     held = f"pool {pool.ranks} × budget {pool.token_budget} holds {pool.capacity(most):,}"
-    if most < pool.ranks:
+    if pool.excluded:
+        excluded = ", ".join(map(str, pool.excluded[:8])) + (", …" if len(pool.excluded) > 8 else "")
+        held = f"the largest group ({most}) without an excluded rank ({excluded}) in {held}"
+    elif most < pool.ranks:
         held = f"max_degree {most} of {held}"
     raise _too_long(batch, held, _remedies(batch.longest, pool, every_degree))
 
@@ -118,8 +121,10 @@ def _remedies(length: int, pool: Pool, degrees: Degrees) -> str:
     budget = smallest_budget(length, pool, degrees)
     if budget <= MAX_TOKEN_BUDGET:
         remedies.append(f"raise the budget to {budget:,} tokens")
-    ranks = smallest_pool(length, pool, degrees)
-    if ranks is not None:
+    whole = replace(pool, speeds=())
+    if pool.excluded and memory_degree(length, whole, degrees) is not None:
+        remedies.append("take the excluded ranks back")
+    elif (ranks := smallest_pool(length, pool, degrees)) is not None:
         remedies.append(f"the pool to {ranks:,} ranks")
     if pool.max_degree is not None:
         degree = memory_degree(length, replace(pool, max_degree=None), degrees)

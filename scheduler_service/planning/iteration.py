@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from scheduler_service.domain import Batch, CostModel, InvalidInputError, Plan, Pool, Reason
+from scheduler_service.domain import Batch, CostModel, InfeasibleError, InvalidInputError, Plan, Pool, Reason
 from scheduler_service.planning.certificate import lower_bound_s
 from scheduler_service.planning.policies import (
     bytescale,
@@ -38,6 +38,9 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 DEFAULT_POLICY = "hydra_search"
 
+POLICIES_FOR_SLOW_RANKS = ("hydra", "hydra_search")
+"""Those that know of rank speeds and excluded ranks."""
+
 
 def plan_iteration(
     batch: Batch,
@@ -54,15 +57,12 @@ def plan_iteration(
     `predicted_s` and `lower_bound_s` are seconds by the simple cost model; `plan_s` is what `clock` measured for
     planning and verification. These three are no part of the plan's digest.
 
-    Raises `InvalidInputError` for an unknown policy, `InfeasibleError` (SEQUENCE_TOO_LONG) if the pool cannot hold
-    the longest sequence.
+    Raises what `find_policy` does, and `InfeasibleError` (SEQUENCE_TOO_LONG) if the pool cannot hold the longest
+    sequence.
     """
-    if policy not in POLICIES:
-        raise InvalidInputError(
-            Reason.UNKNOWN_POLICY, f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}"
-        )
+    place = find_policy(policy, pool)
     began = clock()
-    plan = POLICIES[policy](batch, pool, PlanningConfig(cost or CostModel(), cap))
+    plan = place(batch, pool, PlanningConfig(cost or CostModel(), cap))
     verify_plan(plan, batch)
     plan_s = clock() - began
     return plan.with_predictions(
@@ -70,6 +70,25 @@ def plan_iteration(
         lower_bound_s=lower_bound_s(batch, pool, plan.header.cost),
         plan_s=plan_s,
     )
+
+
+def find_policy(name: str, pool: Pool) -> Policy:
+    """The policy of this name.
+
+    Raises `InvalidInputError` (UNKNOWN_POLICY) where there is none, `InfeasibleError` for a pool with slow or excluded
+    ranks if the policy takes all ranks for equal.
+    """
+    if name not in POLICIES:
+        raise InvalidInputError(
+            Reason.UNKNOWN_POLICY, f"policy {name!r} is unknown; choose one of {', '.join(POLICIES)}"
+        )
+    if pool.speeds and name not in POLICIES_FOR_SLOW_RANKS:
+        raise InfeasibleError(
+            Reason.INFEASIBLE,
+            f"policy {name} takes all ranks for equally fast, and {len(pool.speeds)} of this pool are slow or "
+            f"excluded; choose {' or '.join(POLICIES_FOR_SLOW_RANKS)}, or give no speeds",
+        )
+    return POLICIES[name]
 
 
 def warm_up() -> None:

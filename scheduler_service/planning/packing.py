@@ -1,9 +1,14 @@
 """Piggyback packing: which microbatch and which group each sequence runs in.
 
 Sequences are tried from the longest to the shortest (lowest id first), one microbatch at a time over all ranks:
-a sequence opens a group of its own degree k while k ranks are free; else it joins the least loaded feasible group
-of degree k, else 2k, 4k, …; else it waits for a later microbatch. Degrees only fall along this order, so a cursor
-keeps every start aligned, and every microbatch places at least its first sequence.
+a sequence opens a group of its own degree k on the first free of the `openings` of that degree; else it joins the
+least loaded feasible group of degree k, else 2k, 4k, …; else it waits for a later microbatch. Degrees only fall along
+this order, so one cursor per degree finds what is free, and every microbatch places at least its first sequence.
+
+A group runs at the pace of its slowest rank: one of speed v is filled up to v times its limit and v times its tokens.
+It opens with the rest of the limit as a handicap, a load that nobody put there, so slow groups count as fuller. One
+that is too slow for a sequence stays free for a shorter one; but the fastest of a degree take any sequence of that
+degree, and so does the first that opens in a microbatch.
 
 How this takes O(N log G) heap operations instead of scans (equal to `reference`, column for column):
 
@@ -38,12 +43,10 @@ from scheduler_service.domain import Batch, Pool
 from scheduler_service.planning.degrees import DegreeClasses, degree_classes
 from scheduler_service.planning.heaps import Heaps, new_heaps, pop, push, replace_top, top_item, top_key
 from scheduler_service.planning.load_target import LoadTarget
+from scheduler_service.planning.openings import Openings, openings
 
 IntColumn = npt.NDArray[np.int32]
 LongColumn = npt.NDArray[np.int64]
-
-MOST_LOAD = 1 << 48
-"""Largest limit of a group's Σ w(s), so that heap keys hold it."""
 
 LOAD_OFFSET = 1 << 47
 """Taken off Σ w(s) in heap keys: a group that can still take a sequence has 0 ≤ Σ w(s) < limit ≤ 2⁴⁸."""
@@ -81,10 +84,11 @@ class Queue(NamedTuple):
 
 
 class OpenGroups(NamedTuple):
-    """The groups of the current microbatch, in the order of their starts."""
+    """The groups of the current microbatch, in the order in which they opened."""
 
     load: LongColumn
-    """Σ w(s) so far."""
+    """Handicap and Σ w(s) so far."""
+    handicap: LongColumn
     left: LongColumn
     """Tokens that still fit."""
 
@@ -114,19 +118,24 @@ class Packing(NamedTuple):
     ready: Heaps
     parked: Heaps
     placement: Placement
+    openings: Openings
+    cursor: LongColumn
+    """Of each class: the openings before this one are taken."""
+    taken: IntColumn
+    """Of each rank: the last microbatch in which a group opened on it."""
 
 
 def pack(batch: Batch, pool: Pool, target: LoadTarget) -> Columns:
     """Microbatch, start and degree of every sequence of `batch`, which must fit the pool at the target's cap."""
-    packing = new_packing(queue_of(batch), pool.ranks, degree_classes(pool, target))
-    pack_all(packing, pool.ranks)
+    packing = new_packing(queue_of(batch), pool, degree_classes(pool, target))
+    pack_all(packing)
     return columns_of(packing)
 
 
-def new_packing(queue: Queue, ranks: int, classes: DegreeClasses, weight: Weight = ATTENTION) -> Packing:
-    """Nothing placed yet. One queue serves many packings, one after the other."""
+def new_packing(queue: Queue, pool: Pool, classes: DegreeClasses, weight: Weight = ATTENTION) -> Packing:
+    """Nothing placed yet; `classes` are the smallest degrees of the pool. One queue serves many packings in turn."""
     queue.waiting[:] = np.arange(len(queue.waiting), dtype=np.int32)
-    most_groups = ranks // classes.degree
+    most_groups = pool.ranks // classes.degree
     group, *columns = (np.empty(len(queue.id), np.int32) for _ in range(4))
     return Packing(
         queue=queue,
@@ -135,10 +144,13 @@ def new_packing(queue: Queue, ranks: int, classes: DegreeClasses, weight: Weight
         begin=np.empty(len(classes.degree), np.int64),
         wake=np.empty(len(classes.degree), np.int64),
         weight=weight,
-        groups=OpenGroups(np.empty(ranks, np.int64), np.empty(ranks, np.int64)),
+        groups=OpenGroups(*(np.empty(pool.ranks, np.int64) for _ in OpenGroups._fields)),
         ready=new_heaps(most_groups),
         parked=new_heaps(most_groups),
         placement=Placement(group, Columns(*columns)),
+        openings=openings(pool),
+        cursor=np.empty(len(classes.degree), np.int64),
+        taken=np.full(pool.ranks, -1, np.int32),
     )
 
 
@@ -162,13 +174,13 @@ def queue_of(batch: Batch) -> Queue:
 
 
 @compiled
-def pack_all(packing: Packing, ranks: int) -> int:
+def pack_all(packing: Packing) -> int:
     """Microbatch after microbatch with the same limits: the number of groups."""
     set_begins(packing, 0)
     end = len(packing.queue.id)
     first, microbatch, before = 0, 0, 0
     while first < end:
-        before += fill_microbatch(packing, ranks, microbatch, first, before, 0)
+        before += fill_microbatch(packing, microbatch, first, before, 0)
         microbatch += 1
         first = next_waiting(packing.queue.waiting, first)
     return before
@@ -190,20 +202,20 @@ def set_begins(packing: Packing, first: int) -> None:
 
 
 @compiled
-def fill_microbatch(packing: Packing, ranks: int, microbatch: int, first: int, before: int, split: int) -> int:
+def fill_microbatch(packing: Packing, microbatch: int, first: int, before: int, split: int) -> int:
     """Place what fits in one microbatch, by the rules of the module's docstring: the number of groups it opened.
 
     `first` is the first waiting position; groups are counted from `before`. Sequences before position `split` fill
     groups up to the `early` limits only, which leaves room for those behind it.
     """
-    queue, classes, early, begin, wake, weight, groups, ready, parked, placement = packing
+    queue, classes, early, begin, wake, weight, groups, ready, parked, placement, openings, cursor, taken = packing
     end = len(queue.id)
     ready.size[:] = 0
     parked.size[:] = 0
     wake[:] = end
+    cursor[:] = openings.first[: len(cursor)]
     opened = 0
-    free = ranks
-    opens = first  # first position whose degree fits the free ranks
+    opens = first  # first position that can open a group
     own = len(begin) - 1  # class of the position at hand; only falls
     position = first
     while position < end:
@@ -213,22 +225,29 @@ def fill_microbatch(packing: Packing, ranks: int, microbatch: int, first: int, b
         chosen = own
         group = -1
         if position >= opens:
-            group = opened
-            placement.columns.microbatch[before + group] = microbatch
-            placement.columns.start[before + group] = ranks - free
-            placement.columns.degree[before + group] = classes.degree[chosen]
-            _open(chosen, group, length, weight_of(weight, length), classes, groups, ready)
-            opened += 1
-            free -= classes.degree[chosen]
-            wake[chosen] = 0
-            opens = _first_of_degree(free, position + 1, end, begin, classes)
+            opening = _free_opening(own, microbatch, openings, cursor, taken)
+            limit = early[own] if position < split else classes.limit[own]
+            fast = opening < openings.fast[own]  # asked here: what follows is for slow ranks, and takes longer
+            if opened == 0 or fast or _takes(own, opening, length, limit, weight, classes, openings):
+                group = opened
+                opened += 1
+                start = openings.start[opening]
+                for rank in range(start, start + classes.degree[own]):
+                    taken[rank] = microbatch
+                placement.columns.microbatch[before + group] = microbatch
+                placement.columns.start[before + group] = start
+                placement.columns.degree[before + group] = classes.degree[own]
+                _open(own, group, length, weight_of(weight, length), openings.speed[opening], classes, groups, ready)
+                wake[own] = 0
+            else:
+                opens = _next_opening(position + 1, own, microbatch, split, packing)
         while group < 0 and chosen < len(wake):
             if wake[chosen] <= position:
                 limit = early[chosen] if position < split else classes.limit[chosen]
                 group = _join(chosen, length, weight_of(weight, length), limit, classes, groups, ready, parked)
                 if group < 0:
                     after = max(position + 1, begin[chosen])
-                    wake[chosen] = _wake(chosen, after, split, packing)
+                    wake[chosen] = _wake(chosen, after, split, queue.length, early, weight, classes, ready, parked)
             if group < 0:
                 chosen += 1
         if group >= 0:
@@ -243,13 +262,22 @@ def fill_microbatch(packing: Packing, ranks: int, microbatch: int, first: int, b
 
 @compiled
 def _open(
-    chosen: int, group: int, length: int, load: int, classes: DegreeClasses, groups: OpenGroups, ready: Heaps
+    own: int,
+    group: int,
+    length: int,
+    load: int,
+    speed: float,
+    classes: DegreeClasses,
+    groups: OpenGroups,
+    ready: Heaps,
 ) -> None:
     """Open a group with its first sequence. A full one stays out of the heap: nothing can join it."""
-    groups.left[group] = classes.capacity[chosen] - _padded(length, classes.chunks[chosen])
+    groups.handicap[group] = handicap_of(classes.limit[own], speed)
+    load += groups.handicap[group]
     groups.load[group] = load
-    if load < classes.limit[chosen]:
-        push(ready, chosen, load - LOAD_OFFSET, group)
+    groups.left[group] = int(speed * classes.capacity[own]) - _padded(length, classes.chunks[own])
+    if load < classes.limit[own]:
+        push(ready, own, load - LOAD_OFFSET, group)
 
 
 @compiled
@@ -287,25 +315,33 @@ def _join(
 
 
 @compiled
-def _wake(chosen: int, position: int, split: int, packing: Packing) -> int:
+def _wake(
+    chosen: int,
+    position: int,
+    split: int,
+    lengths: LongColumn,
+    early: LongColumn,
+    weight: Weight,
+    classes: DegreeClasses,
+    ready: Heaps,
+    parked: Heaps,
+) -> int:
     """First position from `position` on that the class's best group admits, or that brings a parked group back.
 
-    From `position` on, all sequences have the degree of the class or a smaller one.
+    From `position` on, all sequences have the degree of the class or a smaller one. Called too often to be handed the
+    whole `Packing`: that would take a tenth of all time.
     """
-    queue, classes, weight, ready, parked = (
-        packing.queue, packing.classes, packing.weight, packing.ready, packing.parked,
-    )  # fmt: skip
     early_left = load_left = -1
     if ready.size[chosen] > 0:
         load = LOAD_OFFSET + top_key(ready, chosen)
-        early_left, load_left = packing.early[chosen] - load, classes.limit[chosen] - load
+        early_left, load_left = early[chosen] - load, classes.limit[chosen] - load
     tokens_left = -1
     if parked.size[chosen] > 0:
         tokens_left = -top_key(parked, chosen)
-    low, high = position, len(queue.id)
+    low, high = position, len(lengths)
     while low < high:
         middle = (low + high) >> 1
-        length = queue.length[middle]
+        length = lengths[middle]
         most = early_left if middle < split else load_left
         if weight_of(weight, length) <= most or _padded(length, classes.chunks[chosen]) <= tokens_left:
             high = middle
@@ -315,12 +351,57 @@ def _wake(chosen: int, position: int, split: int, packing: Packing) -> int:
 
 
 @compiled
-def _first_of_degree(free: int, position: int, end: int, begin: LongColumn, classes: DegreeClasses) -> int:
-    """First position from `position` on whose degree is at most `free`."""
-    row = len(begin) - 1
-    while row >= 0 and classes.degree[row] > free:
-        row -= 1
-    return end if row < 0 else max(position, begin[row])
+def _next_opening(position: int, own: int, microbatch: int, split: int, packing: Packing) -> int:
+    """First position from `position` on, of class `own` or a smaller one, for which a group of its degree is free."""
+    queue, classes, openings = packing.queue, packing.classes, packing.openings
+    end = len(queue.id)
+    for row in range(own, -1, -1):
+        low = max(position, packing.begin[row])
+        last = high = packing.begin[row - 1] if row > 0 else end
+        if low >= high:
+            continue
+        opening = _free_opening(row, microbatch, openings, packing.cursor, packing.taken)
+        while low < high:
+            middle = (low + high) >> 1
+            limit = packing.early[row] if middle < split else classes.limit[row]
+            if _takes(row, opening, queue.length[middle], limit, packing.weight, classes, openings):
+                high = middle
+            else:
+                low = middle + 1
+        if low < last:
+            return low
+    return end
+
+
+@compiled
+def _free_opening(row: int, microbatch: int, openings: Openings, cursor: LongColumn, taken: IntColumn) -> int:
+    """First opening of the class whose ranks are all free, or the end of the class."""
+    # Groups are aligned, and none is smaller than this: where the first rank is free, all are.
+    opening, end = cursor[row], openings.first[row + 1]
+    while opening < end and taken[openings.start[opening]] == microbatch:
+        opening += 1
+    cursor[row] = opening
+    return opening
+
+
+@compiled
+def _takes(
+    row: int, opening: int, length: int, limit: int, weight: Weight, classes: DegreeClasses, openings: Openings
+) -> bool:
+    """Whether a sequence of this class can open the group: the fastest take any, the end of the class none."""
+    end = openings.first[row + 1]
+    speed = openings.speed[min(opening, end - 1)]
+    within = (
+        weight_of(weight, length) <= limit - handicap_of(classes.limit[row], speed)
+        and _padded(length, classes.chunks[row]) <= speed * classes.capacity[row]
+    )
+    return opening < openings.fast[row] or (opening < end and within)
+
+
+@compiled
+def handicap_of(limit: int, speed: float) -> int:
+    """Load that a group of this speed starts with, so that at its limit it holds ⌊speed·limit⌋."""
+    return limit - int(speed * limit)
 
 
 @compiled

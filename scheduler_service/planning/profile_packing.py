@@ -1,8 +1,9 @@
 """Packing to a profile: every microbatch has a size of its own, and cost is balanced, not attention load alone.
 
 A sequence weighs what it costs, forward and backward, on all its ranks together: w(s) ∝ 3.5·θ·s² + 3·τ·s, as an
-integer. A microbatch of size z seconds gives a group of g ranks the limit z·g; the token budget holds as always. The
-longest waiting sequence must fit: where z is less than it costs on the whole pool, the microbatch is as large as that.
+integer. A microbatch of size z seconds gives a group of g ranks of full speed the limit z·g; the token budget holds as
+always. The longest waiting sequence must fit: where z is less than it costs on the fastest group that holds it, the
+microbatch is as large as that.
 What fits is placed by the rules of `packing`.
 
 Long sequences cost attention, short ones tokens. Taken strictly by length, the first microbatches would be all
@@ -24,10 +25,9 @@ import numpy.typing as npt
 from scheduler_service.compiled import compiled
 from scheduler_service.domain import CostModel, Pool
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
-from scheduler_service.planning.degrees import DegreeClasses, degree_classes
+from scheduler_service.planning.degrees import MOST_LOAD, DegreeClasses, degree_classes
 from scheduler_service.planning.load_target import LoadTarget
 from scheduler_service.planning.packing import (
-    MOST_LOAD,
     Columns,
     Packing,
     Placement,
@@ -86,8 +86,8 @@ def cost_weight(cost: CostModel, longest: int) -> Weight:
 def pack_to_target(queue: Queue, pool: Pool, target: LoadTarget) -> Packed:
     """What `packing.pack` does, with what the forecast needs."""
     classes = degree_classes(pool, target)
-    packing = new_packing(queue, pool.ranks, classes)
-    groups = _group_loads(packing, pool, pack_all(packing, pool.ranks))
+    packing = new_packing(queue, pool, classes)
+    groups = _group_loads(packing, pool, pack_all(packing))
     limit = np.broadcast_to(classes.limit, (int(groups.microbatch[-1]) + 1, len(classes.limit)))
     return Packed(packing, groups, limit, limit, int(queue.length[0]))
 
@@ -117,9 +117,9 @@ def pack_to_profile(
         chunks=np.array([pool.chunks(degree) for degree in degrees], np.int64),
         longest=np.empty_like(capacity),
     )
-    packing = new_packing(queue, pool.ranks, classes, weight)
+    packing = new_packing(queue, pool, classes, weight)
     limit, early = np.empty((2, len(sizes) + 2 + len(sizes) // 8, len(capacity)), np.int64)
-    microbatches, groups, split = _pack(packing, pool.ranks, sizes, 1.0 + slack, early_share, limit, early)
+    microbatches, groups, split = _pack(packing, pool.total_speed, sizes, 1.0 + slack, early_share, limit, early)
     if microbatches < 0:
         return None
     behind = int(queue.length[split]) if split < len(queue.length) else 0
@@ -130,7 +130,7 @@ def pack_to_profile(
 @compiled
 def _pack(
     packing: Packing,
-    ranks: int,
+    total_speed: float,
     sizes: Seconds,
     margin: float,
     early_share: float,
@@ -149,7 +149,7 @@ def _pack(
     while first < len(lengths):
         if microbatch == len(limit):
             return -1, groups, split
-        size = left / ranks
+        size = left / total_speed
         if microbatch < len(sizes) - 1:
             size *= sizes[microbatch] / sizes_left
             sizes_left -= sizes[microbatch]
@@ -159,9 +159,9 @@ def _pack(
         limit[microbatch] = packing.classes.limit
         early[microbatch] = packing.early
         set_begins(packing, first)
-        opened = fill_microbatch(packing, ranks, microbatch, first, groups, split)
+        opened = fill_microbatch(packing, microbatch, first, groups, split)
         for group in range(opened):
-            left -= packing.groups.load[group]
+            left -= packing.groups.load[group] - packing.groups.handicap[group]
         left = max(left, 0.0)
         groups += opened
         microbatch += 1
@@ -186,25 +186,30 @@ def _split(packing: Packing, early: float) -> int:
 def _set_limits(packing: Packing, first: int, size: float, early_share: float, split: int) -> None:
     """Set the limits and the longest sequences of all classes for a microbatch whose first sequence is at `first`."""
     classes, weight, lengths = packing.classes, packing.weight, packing.queue.length
+    speeds = packing.openings.speed[packing.openings.first[: len(classes.degree)]]  # of the fastest groups
     longest = lengths[first]
-    most = len(classes.degree) - 1
-    while classes.capacity[most] < longest:
-        most -= 1
-    least = weight_of(weight, longest) / classes.degree[most]
+    heaviest = weight_of(weight, longest)
+    most = -1
+    for row in range(len(classes.degree)):
+        better = most < 0 or classes.degree[row] * speeds[row] >= classes.degree[most] * speeds[most]
+        if better and classes.capacity[row] >= longest:
+            most = row
+    least = heaviest / (classes.degree[most] * speeds[most])
     size = max(size, least)
     early = max(size * early_share, least)
     behind = lengths[split] if split < len(lengths) else 0
     so_far = 0
     for row in range(len(classes.degree)):
-        classes.limit[row] = int(min(float(MOST_LOAD), size * classes.degree[row]))
-        packing.early[row] = int(min(float(MOST_LOAD), early * classes.degree[row]))
+        limit = int(min(float(MOST_LOAD), size * classes.degree[row]))
         if row == most:  # whatever rounding did
-            classes.limit[row] = max(classes.limit[row], weight_of(weight, longest))
-            packing.early[row] = max(packing.early[row], weight_of(weight, longest))
-        own = max(
-            _longest_of(weight, packing.early[row], longest),
-            min(behind, _longest_of(weight, classes.limit[row], longest)),
-        )
+            limit = max(limit, int(min(float(MOST_LOAD), heaviest / speeds[row])) + (speeds[row] < 1.0))
+        allowed = int(speeds[row] * limit)
+        early_allowed = int(speeds[row] * min(float(MOST_LOAD), early * classes.degree[row]))
+        if row == most:
+            early_allowed = max(early_allowed, heaviest)
+        classes.limit[row] = limit
+        packing.early[row] = limit - allowed + early_allowed
+        own = max(_longest_of(weight, early_allowed, longest), min(behind, _longest_of(weight, allowed, longest)))
         so_far = max(so_far, min(own, classes.capacity[row]))
         classes.longest[row] = so_far
 

@@ -33,6 +33,7 @@ def verify_plan(plan: Plan, batch: Batch) -> None:
     _check_batch(plan, batch)
     _check_microbatches(plan)
     _check_degrees(plan)
+    _check_excluded(plan)
     groups = _groups(plan, batch)
     _check_disjoint(groups)
     _check_budget(plan, groups)
@@ -110,6 +111,15 @@ def _check_degrees(plan: Plan) -> None:
     _refuse_any(wrong, plan.degree, f"a degree that is none of {', '.join(map(str, pool.degrees))}")
     _refuse_any((plan.start < 0) | (plan.start > pool.ranks - plan.degree), plan.start, "a start that leaves the pool")
     _refuse_any(plan.start % plan.degree != 0, plan.start, "a start that is no multiple of its degree")
+
+
+def _check_excluded(plan: Plan) -> None:
+    """Count the excluded ranks below each rank: a group holds one where the count rises inside it."""
+    excluded = np.zeros(plan.header.pool.ranks + 1, np.int64)
+    excluded[[rank + 1 for rank, speed in dict(plan.header.pool.speeds).items() if speed == 0]] = 1
+    below = np.cumsum(excluded)
+    held = below[plan.start + plan.degree] > below[plan.start]
+    _refuse_any(held, plan.start, "an excluded rank in its group, which starts at")
 
 
 def _check_disjoint(groups: _Groups) -> None:

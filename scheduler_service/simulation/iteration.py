@@ -55,7 +55,8 @@ def forecast(plan: Plan, batch: Batch) -> Forecast:
     Of each microbatch and EP group, forward = max θ·load + max τ·tokens + overhead over its ranks, the two maxima
     apart, and backward = 2.5 × the first + 2 × the second + overhead; the same on every stage. Linear work is done
     on padded tokens, attention on real ones. A CP group that reaches into several EP groups makes them share their
-    maxima, and so on through all groups that hang together. A rank without a sequence still pays the overhead.
+    maxima, and so on through all groups that hang together. A rank without a sequence still pays the overhead. On a
+    slow rank, load and tokens take 1/speed of the time, and so they do on all ranks of its group.
 
     Cost: O(N log N + M·G/E·p), memory O(N + M·G/E). The last answer is kept: who plans, who describes the plan and
     who shows it ask one after the other.
@@ -77,8 +78,11 @@ def forecast(plan: Plan, batch: Batch) -> Forecast:
 
 
 def microbatch_times(groups: GroupLoads, pool: Pool, cost: CostModel, microbatches: int) -> tuple[Seconds, Seconds]:
-    """Forward and backward seconds of every microbatch on a stage, each (pipelines, microbatches)."""
-    attention, linear = _maxima_of_ep_groups(groups, microbatches, pool.ranks // pool.ep, pool.ep)
+    """Forward and backward seconds of every microbatch on a stage, each (pipelines, microbatches).
+
+    No group may hold an excluded rank.
+    """
+    attention, linear = _maxima_of_ep_groups(groups, pool, microbatches)
     attention, linear = cost.theta * attention, cost.tau * linear
     return (
         attention + linear + cost.overhead,
@@ -86,8 +90,12 @@ def microbatch_times(groups: GroupLoads, pool: Pool, cost: CostModel, microbatch
     )
 
 
-def _maxima_of_ep_groups(groups: GroupLoads, microbatches: int, pipelines: int, ep: int) -> tuple[Seconds, Seconds]:
-    """Largest load and largest tokens of any rank that an EP group waits for, each (pipelines, microbatches)."""
+def _maxima_of_ep_groups(groups: GroupLoads, pool: Pool, microbatches: int) -> tuple[Seconds, Seconds]:
+    """Largest load and largest tokens of any rank that an EP group waits for, each (pipelines, microbatches).
+
+    As a rank of full speed would need for them: over the speed of the group.
+    """
+    pipelines, ep = pool.ranks // pool.ep, pool.ep
     first, last = groups.start // ep, (groups.start + groups.degree - 1) // ep
 
     # CP groups are intervals of EP groups: cells that one of them ties to the cell on their left.
@@ -103,4 +111,14 @@ def _maxima_of_ep_groups(groups: GroupLoads, microbatches: int, pipelines: int, 
         np.maximum.at(cells, (groups.microbatch, first), values)
         return np.repeat(np.maximum.reduceat(cells.ravel(), heads), sizes).reshape(cells.shape).T
 
-    return spread(groups.load), spread(groups.tokens)
+    speed = _speeds(groups, pool) if pool.speeds else 1.0
+    return spread(groups.load / speed), spread(groups.tokens / speed)
+
+
+def _speeds(groups: GroupLoads, pool: Pool) -> npt.NDArray[np.float64]:
+    """Speed of each group, (groups,)."""
+    speed = np.empty(len(groups.start))
+    for degree in np.unique(groups.degree).tolist():
+        same = groups.degree == degree
+        speed[same] = pool.group_speeds(degree)[groups.start[same] // degree]
+    return speed

@@ -34,7 +34,6 @@ _STATES = {
     IterationState.FAILED: planner_pb2.ITERATION_STATE_FAILED,
 }
 _ORIGINS = {planner_pb2.PLAN_ORIGIN_SERVICE: "service", planner_pb2.PLAN_ORIGIN_LOCAL: "local"}
-_OPTIONAL_OF_POOL = ("heads", "max_ulysses", "node", "max_degree")
 
 
 # From messages
@@ -42,14 +41,15 @@ _OPTIONAL_OF_POOL = ("heads", "max_ulysses", "node", "max_degree")
 
 def pool(message: plan_pb2.Pool) -> Pool:
     """A pool. Raises `InvalidInputError` (INVALID_POOL)."""
-    given = {field.name: getattr(message, field.name) for field in fields(Pool)}
+    given = {field.name: getattr(message, field.name) for field in fields(Pool) if field.name != "speeds"}
     return Pool(
+        speeds=[(slow.rank, slow.speed) for slow in message.speeds],
         **{
             name: value
             for name, value in given.items()
             # What has a default may be left out; what has none is judged as it is.
             if value != 0 or name in ("ranks", "token_budget")
-        }
+        },
     )
 
 
@@ -122,7 +122,9 @@ def _cap(value: int) -> int | None:
 
 def pool_message(value: Pool) -> plan_pb2.Pool:
     """A pool as a message."""
-    return plan_pb2.Pool(**{field.name: getattr(value, field.name) or 0 for field in fields(Pool)})
+    numbers = {field.name: getattr(value, field.name) or 0 for field in fields(Pool) if field.name != "speeds"}
+    speeds = [plan_pb2.RankSpeed(rank=rank, speed=speed) for rank, speed in dict(value.speeds).items()]
+    return plan_pb2.Pool(**numbers, speeds=speeds)
 
 
 def cost_message(value: CostModel) -> plan_pb2.CostModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -54,7 +55,7 @@ def random_plan(batch: Batch, pool: Pool, random: Random, config: PlanningConfig
     for sequence in random.sample(range(len(batch)), len(batch)):
         length = int(batch.lengths[sequence])
         degree = random.choice([d for d in pool.degrees if pool.padded(length, d) <= pool.capacity(d)])
-        start = degree * random.randrange(pool.ranks // degree)
+        start = degree * int(random.choice(np.flatnonzero(pool.group_speeds(degree))))
         tokens = pool.padded(length, degree)
         fitting = [m for m, groups in enumerate(rooms) if _fits(groups, start, degree, tokens)]
         if not fitting or random.random() < 0.1:
@@ -72,3 +73,21 @@ def _fits(groups: dict[tuple[int, int], int], start: int, degree: int, tokens: i
     if (start, degree) in groups:
         return groups[start, degree] >= tokens
     return all(start + degree <= other or start >= other + size for other, size in groups)
+
+
+def slowed(pool: Pool, random: Random) -> Pool:
+    """The same pool with some slow or excluded ranks: single ones, whole nodes, or all of them at random."""
+    ranks = range(pool.ranks)
+    match random.randrange(4):
+        case 0:
+            slow = random.sample(ranks, min(pool.ranks, random.randint(1, 3)))
+        case 1:
+            node = random.choice((1, 2, 4, 8))
+            first = random.randrange(-(-pool.ranks // node)) * node
+            slow = list(ranks[first : first + node])
+        case _:
+            slow = [rank for rank in ranks if random.random() < 0.5]
+    speeds = {rank: random.choice((0, 0, 0.01, 0.3, 0.5, 0.9, random.uniform(0.1, 1))) for rank in slow}
+    if len(speeds) == pool.ranks and not any(speeds.values()):
+        speeds[random.choice(ranks)] = 1
+    return replace(pool, speeds=speeds)

@@ -35,6 +35,7 @@ def pool_message(pool: Pool) -> plan_pb2.Pool:
         max_degree=pool.max_degree or 0,
         microbatch_multiple=pool.microbatch_multiple,
         sequence_parallel=pool.sequence_parallel,
+        speeds=[plan_pb2.RankSpeed(rank=rank, speed=speed) for rank, speed in dict(pool.speeds).items()],
     )
 
 

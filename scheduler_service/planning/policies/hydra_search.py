@@ -4,7 +4,7 @@ The plan of `hydra` is one candidate. The others follow profiles (`ramps`): for 
 counts the best profile is found on a replay of the mean pipeline, and the most promising counts are packed
 (`profile_packing`) with a little slack, largest microbatch first. Each microbatch then takes the place of its size in
 the profile, and all pipelines are replayed. The fastest by the simple cost model wins, the first of equals; so it is
-never slower than `hydra`, by the model.
+never slower than `hydra`, by the model. It follows no other system; source: design of planning, section 4.
 
 The candidates depend on the input alone, never on the clock: the same input gives the same bytes.
 """
@@ -97,23 +97,23 @@ def _ramped(batch: Batch, queue: Queue, pool: Pool, cost: CostModel, cap: int | 
 
 
 def _shape(batch: Batch, pool: Pool, cost: CostModel) -> Shape:
-    attention = cost.theta * batch.sum_of_squares / pool.ranks
-    linear = cost.tau * batch.tokens / pool.ranks
+    attention = cost.theta * batch.sum_of_squares / pool.total_speed
+    linear = cost.tau * batch.tokens / pool.total_speed
     work = (1 + BACKWARD_ATTENTION) * attention + (1 + BACKWARD_LINEAR) * linear
     return Shape(pool.stages, work, (attention + linear) / work if work > 0 else 0.5, cost.overhead)
 
 
 def _needs(queue: Queue, pool: Pool, cost: CostModel, cap: int | None) -> Seconds:
-    """Seconds of the longest sequences alone in a microbatch, at the largest degree."""
-    degree = max(d for d in pool.degrees if d <= (cap or pool.ranks))
+    """Seconds of the longest sequences alone in a microbatch, on the group that is fastest for them."""
+    pace = max(pool.pace(degree) for degree in pool.degrees if degree <= (cap or pool.ranks))
     longest = queue.length[:_LONGEST].astype(np.float64)
     attention, linear = (1 + BACKWARD_ATTENTION) * cost.theta, (1 + BACKWARD_LINEAR) * cost.tau
-    return (attention * longest + linear) * longest / degree
+    return (attention * longest + linear) * longest / pace
 
 
 def _counts(batch: Batch, pool: Pool, shape: Shape) -> list[int]:
     """Numbers of microbatches to try: from what the tokens need to well past what balances bubble and overhead."""
-    fewest = -(-batch.tokens // (pool.ranks * pool.token_budget))
+    fewest = -(-batch.tokens // ((pool.ranks - len(pool.excluded)) * pool.token_budget))
     most = 8 * fewest + 8 * pool.stages
     if shape.overhead_s > 0:
         most = min(most, max(fewest + 2, round(1.5 * math.sqrt(shape.stages * shape.work_s / (2 * shape.overhead_s)))))

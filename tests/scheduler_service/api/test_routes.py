@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from scheduler_service.api import views
 from scheduler_service.api.schemas import (
     ErrorEnvelope,
     EventPage,
@@ -16,6 +17,7 @@ from scheduler_service.api.schemas import (
     ServiceStatistics,
     Timeline,
 )
+from scheduler_service.app import JobConfig, JobRecord
 from scheduler_service.domain import Batch, CostModel, Pool
 from scheduler_service.planning import DEFAULT_POLICY, explain, plan_iteration
 from scheduler_service.simulation import forecast, rank_loads
@@ -41,6 +43,11 @@ def test_jobs(live):
     assert (job.newest_planned, job.newest_executed, job.fallbacks) == (4, 3, 1)
     assert job.verdict.startswith("falling back: 1 of the last 4")
     assert job.last_seen_at >= job.registered_at
+
+
+def test_a_jobs_slow_ranks_are_shown_by_rank():
+    config = JobConfig(Pool(8, 64, speeds={3: 0.5, 7: 0}), "hydra", CostModel(), None, 4)
+    assert views.job(JobRecord("slow", 0, config, 1.0, 2.0)).pool.speeds == {3: 0.5, 7: 0.0}
 
 
 def test_iterations_come_newest_first_in_pages(live):

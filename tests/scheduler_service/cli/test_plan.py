@@ -149,6 +149,17 @@ def test_every_option_reaches_the_plan(lengths: str) -> None:
     assert json.loads(result.stdout)["predicted_s"] == expected.header.predicted_s
 
 
+def test_slow_and_excluded_ranks_reach_the_plan(lengths: str) -> None:
+    options = ["--rank-speed", "3=0.5", "--rank-speed", "8-9=0.9", "--exclude", "12-13", "--microbatch-multiple", "2"]
+    result = run(lengths, *POOL, *options, "--json")
+    speeds = {3: 0.5, 8: 0.9, 9: 0.9, 12: 0, 13: 0}
+    pool = Pool(ranks=16, token_budget=8192, microbatch_multiple=2, speeds=speeds)
+    printed = json.loads(result.stdout)
+    assert printed["digest"] == plan_iteration(Batch(LENGTHS), pool).digest
+    assert printed["speeds"] == {str(rank): speed for rank, speed in speeds.items()}
+    assert "3 slow, 2 excluded; worth 13.3 ranks of full speed" in run(lengths, *POOL, *options).stdout
+
+
 def test_the_summary_shows_what_matters(lengths: str) -> None:
     result = run(lengths, *POOL, "--stages", "4")
     for shown in ("microbatches", "attention load", "predicted", "degree", "digest", "60,000"):
@@ -167,6 +178,14 @@ def test_the_summary_shows_a_load_target_only_where_the_policy_has_one_for_all_m
         (["--ep", "3"], "pool: ep 3 does not divide 16 ranks"),
         (["--theta", "nan"], "cost model: theta is nan"),
         (["--cap", "3"], "cap 3 is no degree of this pool"),
+        (["--rank-speed", "3"], "--rank-speed 3: give RANK=SPEED, for example 3=0.5"),
+        (["--rank-speed", "3=fast"], "--rank-speed 3=fast: give RANK=SPEED"),
+        (["--rank-speed", "3=1.5"], "pool: rank 3 has speed 1.5; give 0.01 to 1"),
+        (["--rank-speed", "16=0.5"], "pool: speeds names rank 16; the pool has ranks 0 … 15"),
+        (["--exclude", "8-"], "--exclude 8-: give ranks, for example 3,17 or 8-15"),
+        (["--exclude", "9-8"], "--exclude 9-8: give ranks"),
+        (["--exclude", "3", "--rank-speed", "3=0.5"], "pool: speeds names rank 3 twice"),
+        (["--exclude", "0-15"], "pool: all 16 ranks are excluded"),
         (["--out", "plan.csv"], "--out plan.csv: name a .npz or a .json file"),
         (["--out", "/no/such/folder/plan.npz"], "the folder /no/such/folder does not exist"),
     ],

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,38 @@ def test_capacity_is_the_largest_stream_within_the_budget(pool: Pool, data: st.D
     assert shape.ulysses * shape.ring == degree
 
 
+def test_speeds_are_kept_by_rank_without_those_of_full_speed_however_they_are_given() -> None:
+    pool = Pool(8, 16, speeds={5: 0.5, 2: 0, 3: 1})
+    assert pool.speeds == ((2, 0.0), (5, 0.5))
+    assert pool == Pool(8, 16, speeds=[[np.int64(5), np.float32(0.5)], (2, 0)])
+    assert hash(pool) == hash(Pool(8, 16, speeds=((2, 0.0), (5, 0.5))))
+    assert (pool.excluded, pool.total_speed) == ((2,), 6.5)
+    assert Pool(8, 16, speeds={3: 1.0}) == Pool(8, 16)
+
+
+def test_a_group_is_as_fast_as_its_slowest_rank() -> None:
+    pool = Pool(6, 16, speeds={0: 0.5, 1: 0.9, 5: 0})
+    assert pool.group_speeds(1).tolist() == [0.5, 0.9, 1, 1, 1, 0]
+    assert pool.group_speeds(2).tolist() == [0.5, 1, 0]
+    assert pool.group_speeds(4).tolist() == [0.5]
+    assert (pool.fastest(2), pool.fastest(4), pool.pace(4)) == (1, 0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "excluded", "degrees"),
+    [
+        (8, [0], (1, 2, 4)),
+        (8, [0, 4], (1, 2)),
+        (8, [1, 3, 4, 6], (1,)),
+        (6, [5], (1, 2, 4)),  # not the full pool
+        (6, [2], (1, 2)),
+        (24, range(16, 24), (1, 2, 4, 8, 16)),
+    ],
+)
+def test_degrees_are_those_of_groups_without_an_excluded_rank(ranks: int, excluded: list, degrees: tuple) -> None:
+    assert Pool(ranks, 10, speeds=dict.fromkeys(excluded, 0)).degrees == degrees
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -90,6 +123,18 @@ def test_capacity_is_the_largest_stream_within_the_budget(pool: Pool, data: st.D
         ({"max_ulysses": -1}, "max_ulysses is -1"),
         ({"max_degree": 0}, "max_degree is 0"),
         ({"microbatch_multiple": 0}, "microbatch_multiple is 0"),
+        ({"speeds": {8: 0.5}}, r"names rank 8; the pool has ranks 0 … 7"),
+        ({"speeds": {-1: 0.5}}, "names rank -1"),
+        ({"speeds": {True: 0.5}}, "names rank True"),
+        ({"speeds": [(1, 0.5), (1, 1)]}, r"names rank 1 twice \(0.5 and 1\)"),
+        ({"speeds": {1: 1.5}}, "rank 1 has speed 1.5; give 0.01 to 1, the speed of the fastest, or 0 to exclude it"),
+        ({"speeds": {1: -0.5}}, "rank 1 has speed -0.5"),
+        ({"speeds": {1: 0.001}}, "rank 1 has speed 0.001"),
+        ({"speeds": {1: float("nan")}}, "rank 1 has speed nan"),
+        ({"speeds": {1: True}}, "rank 1 has speed True"),
+        ({"speeds": {1: "fast"}}, "rank 1 has speed 'fast'"),
+        ({"speeds": 0.5}, "speeds is 0.5; give pairs of a rank and its speed"),
+        ({"speeds": dict.fromkeys(range(8), 0)}, "all 8 ranks are excluded"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_it_may_be(fields: dict, message: str) -> None:

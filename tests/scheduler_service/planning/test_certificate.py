@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scheduler_service.domain import Batch, CostModel, InfeasibleError, Pool
 from scheduler_service.planning.certificate import lower_bound_s
 from scheduler_service.planning.policies import hydra, hydra_search, megatron, static_cp
-from scheduler_service.planning.policy import PlanningConfig
+from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.planning.verify import verify_plan
 from scheduler_service.simulation import forecast
-from tests.support.strategies import batches, costs, pools, random_plan
+from tests.support.strategies import batches, costs, pools, random_plan, slowed
 
 
 @settings(max_examples=200, deadline=None)
@@ -35,6 +35,19 @@ def test_no_valid_plan_is_faster(data: st.DataObject) -> None:
         assert bound <= forecast(plan, batch).iteration_s
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(0, 1 << 32))
+def test_no_valid_plan_is_faster_on_a_pool_with_slow_and_excluded_ranks(data: st.DataObject, seed: int) -> None:
+    pool = slowed(data.draw(pools().filter(lambda pool: pool.capacity(1) > 0)), Random(seed))
+    batch = data.draw(batches(pool))
+    config = PlanningConfig(data.draw(costs()))
+    bound = lower_bound_s(batch, pool, config.cost)
+    plans = [random_plan(batch, pool, Random(seed), config) for seed in range(3)]
+    for plan in (*plans, hydra.plan(batch, pool, config), hydra_search.plan(batch, pool, config)):
+        verify_plan(plan, batch)
+        assert bound <= forecast(plan, batch).iteration_s
+
+
 def test_is_met_where_the_longest_sequence_is_all_there_is() -> None:
     """One sequence on the whole pool: p stages down and up."""
     batch, pool, cost = Batch([800]), Pool(8, 100, stages=5), CostModel(1e-3, 1e-2, 3.0)
@@ -45,6 +58,14 @@ def test_is_met_where_the_longest_sequence_is_all_there_is() -> None:
 def test_is_met_by_a_perfect_balance_without_a_pipeline() -> None:
     batch, pool, cost = Batch([100] * 24), Pool(8, 100), CostModel(1e-3, 1e-2, 3.0)
     plan = static_cp.plan(batch, pool, PlanningConfig(cost, cap=1))
+    assert lower_bound_s(batch, pool, cost) == pytest.approx(forecast(plan, batch).iteration_s, rel=1e-8)
+
+
+def test_is_met_by_a_balance_of_slow_ranks_without_a_pipeline() -> None:
+    """Σ speeds is 6: the slow ranks take half of what the others do, the excluded one nothing."""
+    pool, cost = Pool(8, 200, speeds={1: 0.5, 2: 0.5, 7: 0.0}), CostModel(1e-3, 1e-2, 0.0)
+    batch = Batch([100] * 12)
+    plan = new_plan("hand", batch, pool, PlanningConfig(cost), ([0] * 12, [0, 0, 1, 2, *[3, 4, 5, 6] * 2], [1] * 12))
     assert lower_bound_s(batch, pool, cost) == pytest.approx(forecast(plan, batch).iteration_s, rel=1e-8)
 
 

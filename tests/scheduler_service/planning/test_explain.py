@@ -49,6 +49,15 @@ def test_counts_what_the_rejected_groups_lacked() -> None:
     assert "the one on ranks 2 … 3 of microbatch 0, opened by sequence 1 (18 tokens)" in text
 
 
+def test_says_what_slow_ranks_may_take_and_that_they_were_too_slow() -> None:
+    pool = Pool(ranks=3, token_budget=40, speeds={2: 0.25})
+    lengths = [20, 12, 11, 9]  # the target is 400, and 100 on rank 2: the 11 joins the 12 on rank 1
+    assert "No free rank that is fast enough was left." in words(lengths, 2, pool, cap=1)
+    assert words(lengths, 3, pool, cap=1).endswith(
+        "it opened the group on rank 2 of microbatch 0, which may take 0.25 of the target, as fast as it is."
+    )
+
+
 def test_says_how_full_the_ranks_are_where_no_load_target_holds_for_all_microbatches() -> None:
     batch = Batch([10, 5, 4, 3, 3])
     plan = plan_iteration(batch, POOL, policy="static_cp", cap=1)

@@ -53,6 +53,18 @@ def test_a_limit_on_the_degree_is_named_as_a_way_out() -> None:
         require_fit(Batch([500]), pool)
 
 
+def test_excluded_ranks_are_named_where_only_a_group_with_them_would_hold_the_sequence() -> None:
+    pool = Pool(ranks=64, token_budget=100, speeds={3: 0, 17: 0, 20: 0.5})
+    with pytest.raises(InfeasibleError) as caught:
+        require_fit(Batch([1, 4000]), pool)
+    assert str(caught.value) == (
+        "sequence 1 has 4,000 tokens; the largest group (32) without an excluded rank (3, 17) in pool 64 × budget 100 "
+        "holds 3,200: raise the budget to 125 tokens or take the excluded ranks back, or drop the sequence"
+    )
+    with pytest.raises(InfeasibleError, match="raise the budget to 219 tokens or the pool to 256 ranks"):
+        require_fit(Batch([1, 7000]), pool)
+
+
 def test_a_sequence_that_fits_unpadded_but_not_padded_gets_a_larger_degree_or_is_refused() -> None:
     ring = Pool(ranks=4, token_budget=9, heads=1)  # degree 2: 4 chunks, 4·4 = 16 of 18; degree 4: 8 chunks, 32 of 36
     assert memory_degree(17, ring) == 4

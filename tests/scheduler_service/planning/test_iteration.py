@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler_service.domain import Batch, CostModel, InvalidInputError, Pool, Reason
+from scheduler_service.domain import Batch, CostModel, InfeasibleError, InvalidInputError, Pool, Reason
 from scheduler_service.planning import DEFAULT_POLICY, POLICIES, plan_iteration
+from scheduler_service.simulation import forecast, rank_loads
 
 COST = CostModel(theta=2.6e-10, tau=4.1e-5, overhead=8e-3)
 LENGTHS = [262_144, 40_000, 9_000, 8_192, 8_191, *range(1, 400, 3)]
@@ -33,6 +34,9 @@ def test_the_digest_covers_columns_pool_cost_target_and_batch_but_not_the_predic
     others = [
         replace(plan, header=replace(header, pool=replace(header.pool, stages=5))),
         replace(plan, header=replace(header, pool=replace(header.pool, node=8))),
+        replace(plan, header=replace(header, pool=replace(header.pool, speeds={3: 0.5}))),
+        replace(plan, header=replace(header, pool=replace(header.pool, speeds={3: 0.25}))),
+        replace(plan, header=replace(header, pool=replace(header.pool, speeds={2: 0.5}))),
         replace(plan, header=replace(header, cost=CostModel(1.0, 1.0, 1.0))),
         replace(plan, header=replace(header, target=header.target + 1)),
         replace(plan, header=replace(header, cap=1)),
@@ -59,3 +63,31 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         plan_iteration(Batch([1]), Pool(1, 1), policy="hydro")
     assert caught.value.reason == Reason.UNKNOWN_POLICY
     assert DEFAULT_POLICY in POLICIES
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_that_takes_all_ranks_for_equal_refuses_slow_ones(policy: str) -> None:
+    pool = Pool(ranks=64, token_budget=8192, stages=4, speeds={3: 0.5, 7: 0})
+    if policy in ("hydra", "hydra_search"):
+        assert 7 not in plan_iteration(Batch(LENGTHS), pool, policy=policy, cost=COST).start
+        return
+    message = f"policy {policy} takes all ranks for equally fast, and 2 of this pool .* choose hydra or hydra_search"
+    with pytest.raises(InfeasibleError, match=message) as caught:
+        plan_iteration(Batch(LENGTHS), pool, policy=policy, cost=COST)
+    assert caught.value.reason == Reason.INFEASIBLE
+
+
+@pytest.mark.parametrize("policy", ["hydra", "hydra_search"])
+def test_a_planner_that_knows_of_a_slow_rank_loses_little_to_it(policy: str) -> None:
+    """One rank in 64 at half its speed: taken for equal, it holds up all others. Another one is excluded."""
+    batch = Batch(np.clip(np.random.default_rng(1).lognormal(6.5, 1.6, 3000), 1, 120_000).astype(int))
+    even = Pool(ranks=64, token_budget=8192, stages=4, ep=8)
+    slow, excluding = replace(even, speeds={13: 0.5}), replace(even, speeds={13: 0.5, 40: 0})
+    blind = plan_iteration(batch, even, policy=policy)
+    blind_s = forecast(replace(blind, header=replace(blind.header, pool=slow)), batch).iteration_s
+    known = plan_iteration(batch, slow, policy=policy)
+    assert known.header.predicted_s <= 0.65 * blind_s
+    loads = rank_loads(known, batch)
+    assert loads.load[13].sum() <= 0.55 * loads.load.sum(axis=1).mean()
+    assert loads.tokens[13].sum() <= 0.6 * loads.tokens.sum(axis=1).mean()
+    assert rank_loads(plan_iteration(batch, excluding, policy=policy), batch).tokens[40].max() == 0

@@ -1,6 +1,9 @@
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler_service.domain import Batch, CostModel, InfeasibleError, Pool
 from scheduler_service.planning import PlanningConfig, new_plan, verify_plan
@@ -8,6 +11,7 @@ from scheduler_service.planning.load_target import LoadTarget, choose_target
 from scheduler_service.planning.packing import Columns, pack
 from scheduler_service.planning.reference import pack_linearly
 from tests.support.problems import Problem, problem, problems
+from tests.support.strategies import slowed
 
 
 def packed(lengths: list[int], pool: Pool, cap: int) -> Columns:
@@ -36,8 +40,15 @@ def check(posed: Problem) -> bool:
     _, group = np.unique(np.stack(columns[:2]), axis=1, return_inverse=True)
     squares = np.zeros(len(batch), np.int64)
     np.add.at(squares, group, batch.lengths**2)
-    assert all(squares[group] <= [target.limit(degree) for degree in columns.degree.tolist()])
+    speeds = {degree: pool.group_speeds(degree) for degree in pool.degrees}
+    for filled, start, degree in zip(squares[group].tolist(), columns.start, columns.degree.tolist(), strict=True):
+        assert filled <= speeds[degree][start // degree] * target.limit(degree)
     return True
+
+
+def with_slow_ranks(posed: Problem, random: Random) -> Problem:
+    pool = slowed(posed.pool, random)
+    return posed._replace(pool=pool, cap=posed.cap if posed.cap in pool.degrees else None)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -50,6 +61,18 @@ def test_equals_the_linear_reference_on_random_and_adversarial_batches(seed: int
 @given(problems())
 def test_equals_the_linear_reference_on_batches_that_hypothesis_finds(posed: Problem) -> None:
     check(posed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_the_linear_reference_on_pools_with_slow_and_excluded_ranks(seed: int) -> None:
+    rng, random = np.random.default_rng(100 + seed), Random(seed)
+    assert sum(check(with_slow_ranks(problem(rng), random)) for _ in range(500)) >= 250
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(), st.integers(0, 1 << 32))
+def test_equals_the_linear_reference_on_slow_pools_that_hypothesis_finds(posed: Problem, seed: int) -> None:
+    check(with_slow_ranks(posed, Random(seed)))
 
 
 def test_equals_the_linear_reference_on_larger_batches() -> None:

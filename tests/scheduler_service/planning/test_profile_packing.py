@@ -1,5 +1,7 @@
 """Packing to a profile against the linear reference, and what its sizes do."""
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,11 +9,13 @@ from hypothesis import strategies as st
 
 from scheduler_service.domain import Batch, CostModel, Pool
 from scheduler_service.planning import PlanningConfig, memory_degree, new_plan, verify_plan
-from scheduler_service.planning.packing import MOST_LOAD, queue_of
+from scheduler_service.planning.degrees import MOST_LOAD
+from scheduler_service.planning.packing import queue_of
 from scheduler_service.planning.profile_packing import cost_weight, pack_to_profile
 from scheduler_service.planning.reference import pack_to_limits_linearly
 from scheduler_service.simulation import group_loads
 from tests.support.problems import Problem, problem, problems
+from tests.support.strategies import slowed
 
 
 def check(posed: Problem, sizes: list[float], slack: float, early_share: float) -> bool:
@@ -69,6 +73,18 @@ def test_equals_the_linear_reference_on_batches_that_hypothesis_finds(
     posed: Problem, sizes: list[float], slack: float, early_share: float
 ) -> None:
     check(posed, sorted(sizes, reverse=True), slack, early_share)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    problems(), st.integers(0, 1 << 32), st.lists(st.floats(1e-3, 1), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.02, 1.0]), st.sampled_from([0.0, 0.5]),
+)  # fmt: skip
+def test_equals_the_linear_reference_on_pools_with_slow_and_excluded_ranks(
+    posed: Problem, seed: int, sizes: list[float], slack: float, early_share: float
+) -> None:
+    slow = posed._replace(pool=slowed(posed.pool, Random(seed)))
+    check(slow, sorted(sizes, reverse=True), slack, early_share)
 
 
 def test_microbatches_take_the_sizes_that_are_asked_for() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler_service.domain import Batch, CostModel, Plan, Pool, Reason
 from scheduler_service.planning import InvalidPlanError, PlanningConfig, new_plan, plan_iteration, verify_plan
-from tests.support.strategies import batches, pools, random_plan
+from tests.support.strategies import batches, pools, random_plan, slowed
 
 BATCH = Batch([30, 12, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1])
 POOL = Pool(ranks=8, token_budget=10, stages=3)
@@ -85,6 +85,16 @@ def test_rejects_groups_that_overlap(rows: list[tuple[int, int, int]]) -> None:
         verify_plan(*placed(rows, [1] * len(rows), POOL))
 
 
+@pytest.mark.parametrize(("start", "degree", "held"), [(3, 1, True), (2, 2, True), (2, 1, False), (4, 4, False)])
+def test_rejects_a_group_with_an_excluded_rank(start: int, degree: int, held: bool) -> None:
+    plan, batch = placed([(0, start, degree)], [1], replace(POOL, speeds={3: 0, 4: 0.5}))
+    if held:
+        with pytest.raises(InvalidPlanError, match="sequence 0 has an excluded rank in its group, which starts at"):
+            verify_plan(plan, batch)
+    else:
+        verify_plan(plan, batch)
+
+
 def test_accepts_the_same_ranks_in_other_microbatches() -> None:
     verify_plan(*placed([(0, 0, 4), (1, 0, 2), (1, 2, 2), (0, 4, 1)], [1] * 4, POOL))
 
@@ -139,6 +149,8 @@ def test_rejects_a_plan_that_changed_after_it_was_signed() -> None:
 @given(st.data())
 def test_accepts_any_valid_plan_and_judges_a_moved_sequence_like_a_direct_count(data: st.DataObject) -> None:
     pool = data.draw(pools(most_ranks=8, most_budget=20))
+    if data.draw(st.booleans()):
+        pool = slowed(pool, Random(data.draw(st.integers(0, 999))))
     if max(pool.capacity(degree) for degree in pool.degrees) == 0:
         return
     batch = data.draw(batches(pool, most_sequences=8))
@@ -174,6 +186,8 @@ def is_valid(plan: Plan, batch: Batch) -> bool:
     tokens: dict[tuple[int, int, int], int] = {}
     for length, (m, start, degree) in zip(batch.lengths.tolist(), rows, strict=True):
         if degree not in pool.degrees or start < 0 or start % degree or start + degree > pool.ranks:
+            return False
+        if not set(pool.excluded).isdisjoint(range(start, start + degree)):
             return False
         for rank in range(start, start + degree):
             if owner.setdefault((m, rank), (start, degree)) != (start, degree):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_service.domain import Batch, CostModel, Plan, Pool
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.simulation import forecast, rank_loads, replay_pipeline
-from tests.support.strategies import batches, costs, pools, random_plan
+from tests.support.strategies import batches, costs, pools, random_plan, slowed
 
 COST = PlanningConfig(CostModel(theta=1.0, tau=10.0, overhead=100.0))
 
@@ -77,6 +77,15 @@ def test_padding_is_paid_for_in_linear_work_only() -> None:
     assert forecast(plan, batch).forward_s.tolist() == [[12.5 + 40 + 100]]
 
 
+def test_a_group_runs_at_the_pace_of_its_slowest_rank() -> None:
+    batch = Batch([4, 3, 2])
+    pool = Pool(8, 8, ep=2, speeds={1: 0.5, 3: 0.25, 6: 0, 7: 0})
+    plan = new_plan("hand", batch, pool, COST, ([0, 0, 0], [0, 2, 4], [2, 1, 1]))
+    assert forecast(plan, batch).forward_s[:, 0].tolist() == [
+        (8 + 20) / 0.5 + 100, 9 + 30 + 100, 4 + 20 + 100, 100,
+    ]  # fmt: skip
+
+
 def loop_over_ranks(plan: Plan, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward seconds by the words of the model, rank by rank."""
     pool, cost = plan.header.pool, plan.header.cost
@@ -97,17 +106,25 @@ def loop_over_ranks(plan: Plan, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
                     team[e] = smallest
         for e in range(pipelines):
             ranks = [r for r in range(pool.ranks) if team[r // pool.ep] == team[e]]
-            attention = max(cost.theta * loads.load[r, microbatch] for r in ranks)
-            linear = max(cost.tau * loads.tokens[r, microbatch] for r in ranks)
+            speeds = {r: _speed(plan, loads.start[r, microbatch], loads.degree[r, microbatch]) for r in ranks}
+            attention = max(cost.theta * loads.load[r, microbatch] / speeds[r] for r in ranks)
+            linear = max(cost.tau * loads.tokens[r, microbatch] / speeds[r] for r in ranks)
             forward[e, microbatch] = attention + linear + cost.overhead
             backward[e, microbatch] = 2.5 * attention + 2 * linear + cost.overhead
     return forward, backward
+
+
+def _speed(plan: Plan, start: int, degree: int) -> float:
+    """Of the slowest rank of a group; 1 for a rank without one."""
+    return min((dict(plan.header.pool.speeds).get(rank, 1.0) for rank in range(start, start + degree)), default=1.0)
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_equals_a_loop_over_ranks(data: st.DataObject) -> None:
     pool = data.draw(pools().filter(lambda pool: pool.capacity(1) > 0))
+    if data.draw(st.booleans()):
+        pool = slowed(pool, Random(data.draw(st.integers(0, 999))))
     batch = data.draw(batches(pool))
     config = PlanningConfig(data.draw(costs()))
     plan = random_plan(batch, pool, Random(data.draw(st.integers(0, 999))), config)

@@ -91,7 +91,8 @@ async def test_a_plan_comes_back_with_its_digest(history):
 
 
 async def test_jobs_and_events_come_back(history):
-    config = JobConfig(Pool(ranks=8, token_budget=64, ep=2), "hydra", CostModel(theta=1e-9), None, 4)
+    pool = Pool(ranks=8, token_budget=64, ep=2, speeds={3: 0.5, 7: 0})
+    config = JobConfig(pool, "hydra", CostModel(theta=1e-9), None, 4)
     job = JobRecord("job", 1, config, 1.0, 2.0, newest_planned=7, verdict="ahead")
     event = EventRecord(5, 1.5, "plan_ready", "iteration 0", "job", 0, Stream.TRAIN)
     history.save_job(replace(job, attempt=0))

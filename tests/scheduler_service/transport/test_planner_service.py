@@ -19,6 +19,7 @@ from tests.support.planner_client import (
     register,
     submit,
 )
+from worker_agent.client.codec import pool_message
 
 SHARDS = ([100, 3000, 50], [70, 2000])
 LENGTHS = [*SHARDS[0], *SHARDS[1]]
@@ -58,6 +59,13 @@ def test_plan_batch_honours_policy_cost_and_cap(stub):
     assert plan_batch(stub, lengths=LENGTHS, pool=SMALL_POOL, policy="static_cp").plan.header.policy == "static_cp"
 
 
+def test_slow_and_excluded_ranks_travel(stub):
+    pool = Pool(ranks=4, token_budget=4096, stages=2, ep=2, speeds={1: 0.5, 3: 0})
+    answer = plan_batch(stub, lengths=LENGTHS, pool=pool_message(pool))
+    assert answer.plan.digest == plan_iteration(Batch(LENGTHS), pool).digest
+    assert answer.plan.header.pool.speeds == [plan_pb2.RankSpeed(rank=1, speed=0.5), plan_pb2.RankSpeed(rank=3)]
+
+
 @pytest.mark.parametrize(
     ("request_", "code", "reason", "words", "sequence"),
     [
@@ -73,6 +81,24 @@ def test_plan_batch_honours_policy_cost_and_cap(stub):
         ),
         ({"lengths": [5], "policy": "best"}, "INVALID_ARGUMENT", "UNKNOWN_POLICY", ["'best'", "hydra"], None),
         ({"lengths": [5], "pool": {"ranks": 4}}, "INVALID_ARGUMENT", "INVALID_POOL", ["token_budget"], None),
+        (
+            {"lengths": [5], "pool": {"ranks": 4, "token_budget": 8, "speeds": [{"rank": 4}]}},
+            "INVALID_ARGUMENT",
+            "INVALID_POOL",
+            ["rank 4", "0 … 3"],
+            None,
+        ),
+        (
+            {
+                "lengths": [5],
+                "pool": {"ranks": 4, "token_budget": 8, "speeds": [{"rank": 3, "speed": 0.5}]},
+                "policy": "megatron",
+            },
+            "FAILED_PRECONDITION",
+            "INFEASIBLE",
+            ["policy megatron", "hydra or hydra_search"],
+            None,
+        ),
         ({"lengths": [5], "pool": {}}, "INVALID_ARGUMENT", "INVALID_POOL", ["ranks is 0"], None),
         (
             {"lengths": [5], "pool": {"ranks": 6, "token_budget": 8, "ep": 4}},
