@@ -144,6 +144,14 @@ class Pool:
         groups = self.ranks // degree
         return speeds[: groups * degree].reshape(groups, degree).min(axis=1)
 
+    def speeds_of(self, start: npt.NDArray[np.int32], degree: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+        """Speed of each of the groups whose first ranks and degrees are given, (groups,)."""
+        speed = np.ones(len(start))
+        for size in np.flatnonzero(np.bincount(degree)).tolist() if self.speeds else ():
+            same = degree == size
+            speed[same] = self.group_speeds(size)[start[same] // size]
+        return speed
+
     def fastest(self, degree: int) -> float:
         """Speed of the fastest group of `degree` ranks."""
         return float(self.group_speeds(degree).max()) if self.speeds else 1.0

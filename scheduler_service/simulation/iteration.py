@@ -111,14 +111,5 @@ def _maxima_of_ep_groups(groups: GroupLoads, pool: Pool, microbatches: int) -> t
         np.maximum.at(cells, (groups.microbatch, first), values)
         return np.repeat(np.maximum.reduceat(cells.ravel(), heads), sizes).reshape(cells.shape).T
 
-    speed = _speeds(groups, pool) if pool.speeds else 1.0
+    speed = pool.speeds_of(groups.start, groups.degree)
     return spread(groups.load / speed), spread(groups.tokens / speed)
-
-
-def _speeds(groups: GroupLoads, pool: Pool) -> npt.NDArray[np.float64]:
-    """Speed of each group, (groups,)."""
-    speed = np.empty(len(groups.start))
-    for degree in np.unique(groups.degree).tolist():
-        same = groups.degree == degree
-        speed[same] = pool.group_speeds(degree)[groups.start[same] // degree]
-    return speed

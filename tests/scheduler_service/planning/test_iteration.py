@@ -91,3 +91,24 @@ def test_a_planner_that_knows_of_a_slow_rank_loses_little_to_it(policy: str) -> 
     assert loads.load[13].sum() <= 0.55 * loads.load.sum(axis=1).mean()
     assert loads.tokens[13].sum() <= 0.6 * loads.tokens.sum(axis=1).mean()
     assert rank_loads(plan_iteration(batch, excluding, policy=policy), batch).tokens[40].max() == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_number_of_microbatches_is_aligned_upwards_never_downwards(policy: str) -> None:
+    """Four sequences of 1,000 on each of 64 ranks, and 8.5 times that: nine microbatches hold them, eight do not."""
+    batch, pool = Batch([1000] * 17 * 128), Pool(ranks=64, token_budget=4096, stages=4)
+    fewest = -(-len(batch) // (64 * 4))
+    assert fewest == 9
+    for multiple in (4, 6, 9):
+        plan = plan_iteration(batch, replace(pool, microbatch_multiple=multiple), policy=policy)  # verifies the budget
+        assert plan.header.microbatches % multiple == 0
+        assert plan.header.microbatches >= fewest
+
+
+def test_the_added_microbatches_stay_empty_by_the_paper_and_are_put_to_use_by_the_search() -> None:
+    batch = Batch(np.clip(np.random.default_rng(0).lognormal(5.7, 1.9, 900), 16, 100_000).astype(int))
+    pool = Pool(ranks=64, token_budget=8192, stages=9, ep=8, microbatch_multiple=9)
+    base, plan = plan_iteration(batch, pool, policy="hydra"), plan_iteration(batch, pool, policy="hydra_search")
+    assert base.microbatch.max() + 1 < base.header.microbatches == 9
+    assert plan.microbatch.max() + 1 == plan.header.microbatches
+    assert plan.header.predicted_s < base.header.predicted_s
