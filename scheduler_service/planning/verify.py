@@ -115,9 +115,10 @@ def _check_degrees(plan: Plan) -> None:
 
 def _check_excluded(plan: Plan) -> None:
     """Count the excluded ranks below each rank: a group holds one where the count rises inside it."""
-    excluded = np.zeros(plan.header.pool.ranks + 1, np.int64)
-    excluded[[rank + 1 for rank, speed in dict(plan.header.pool.speeds).items() if speed == 0]] = 1
-    below = np.cumsum(excluded)
+    excluded = [rank for rank, speed in dict(plan.header.pool.speeds).items() if speed == 0]
+    if not excluded:
+        return
+    below = np.cumsum(np.bincount(np.array(excluded) + 1, minlength=plan.header.pool.ranks + 1))
     held = below[plan.start + plan.degree] > below[plan.start]
     _refuse_any(held, plan.start, "an excluded rank in its group, which starts at")
 
