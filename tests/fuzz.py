@@ -4,6 +4,7 @@
 
 Every batch goes to every policy, except that Megatron's two get none of more than 200 sequences (they take time with
 its square and more), and flexsp, whose solver takes seconds, every 10th on pools of up to 6 ranks and 12 sequences.
+Pools with slow or excluded ranks go to the policies that know of such.
 Beyond validity: each certificate is below its forecast, `hydra_search` is not slower than `hydra`, what a refusal
 offers as a way out is one, and every 20th batch, planned again, gives the same bytes (`tests.support.claims`).
 
@@ -29,6 +30,7 @@ import numpy as np
 
 from scheduler_service.domain import Plan
 from scheduler_service.planning import POLICIES, warm_up
+from scheduler_service.planning.iteration import POLICIES_FOR_SLOW_RANKS
 from tests.support.claims import planned
 from tests.support.problems import Problem, problem, wide_problem
 
@@ -85,7 +87,7 @@ def posed(seed: int, number: int) -> Problem:
 def policies_for(number: int, posed: Problem) -> Iterator[str]:
     """The policies that get this batch."""
     size, ranks = len(posed.batch), posed.pool.ranks
-    for policy in POLICIES:
+    for policy in POLICIES_FOR_SLOW_RANKS if posed.pool.speeds else POLICIES:
         if policy.startswith("megatron") and size > MEGATRON_SEQUENCES:
             continue
         if policy == "flexsp" and (number % FLEXSP_EVERY or ranks > FLEXSP_RANKS or size > FLEXSP_SEQUENCES):

@@ -43,7 +43,9 @@ def planned(posed: Problem, policy: str, *, twice: bool = False) -> Plan | None:
     header = plan.header
     assert (header.policy, header.pool, header.cost) == (policy, pool, cost)
     if pool.ranks * header.microbatches <= 100_000:
-        assert rank_loads(plan, batch).tokens.max() <= pool.token_budget
+        tokens = rank_loads(plan, batch).tokens
+        assert tokens.max() <= pool.token_budget
+        assert not tokens[list(pool.excluded)].any()
     assert 0 <= header.lower_bound_s <= header.predicted_s < math.inf
     if policy in CAPPED and cap is not None and pool.padded(batch.longest, cap) <= pool.capacity(cap):
         assert plan.degree.max() <= cap

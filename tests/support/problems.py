@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
 
 from scheduler_service.domain import Batch, CostModel, Pool
-from tests.support.strategies import batches, costs, pools
+from tests.support.strategies import batches, costs, pools, slowed
 
 POOL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 31, 32, 48)
 WIDE_POOL_SIZES = (*POOL_SIZES, 64, 96, 100, 128, 1000)
@@ -62,6 +63,8 @@ def wide_problem(rng: np.random.Generator) -> Problem:
         sequence_parallel=sequence_parallel,
         microbatch_multiple=int(rng.choice([1, 1, 1, 2, 3, 9])),
     )
+    if rng.random() < 0.15:
+        pool = slowed(pool, Random(int(rng.integers(1 << 32))))
     seconds = (0.0, 1e-15, 2.6e-10, 4.1e-5, 8e-3, 1.0, 1e6)
     cost = CostModel(*(float(constant) for constant in rng.choice(seconds, 3))) if rng.random() < 0.7 else CostModel()
     cap = None if rng.random() < 0.7 else int(rng.choice(pool.degrees))
