@@ -25,7 +25,7 @@ SOLVER = "flexsp"
 
 @every_policy
 def test_every_answer_is_right_on_batches_that_hypothesis_finds(policy: str) -> None:
-    @settings(max_examples=20 if policy == SOLVER else 100, deadline=None)
+    @settings(max_examples=10 if policy == SOLVER else 60, deadline=None)
     @given(small_problems() if policy == SOLVER else problems())
     def check(posed: Problem) -> None:
         planned(posed, policy, twice=True)
