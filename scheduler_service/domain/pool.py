@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum, lcm
 from typing import Any, NamedTuple
@@ -152,6 +152,13 @@ class Pool:
             speed[same] = self.group_speeds(size)[start[same] // size]
         return speed
 
+    @property
+    def evened(self) -> Pool:
+        """The same pool with its slow ranks taken for fast; excluded ones stay excluded."""
+        if not self.speeds:
+            return self
+        return replace(self, speeds=tuple((rank, 0.0) for rank in self.excluded))
+
     def fastest(self, degree: int) -> float:
         """Speed of the fastest group of `degree` ranks."""
         return float(self.group_speeds(degree).max()) if self.speeds else 1.0
@@ -205,7 +212,7 @@ def _validated_speeds(speeds: Any, ranks: int) -> tuple[tuple[int, float], ...]:
             raise _invalid_speeds(
                 f"rank {rank} has speed {speed!r}; give {MIN_SPEED} to 1, the speed of the fastest, or 0 to exclude it"
             )
-        kept[int(rank)] = float(speed)
+        kept[int(rank)] = float(speed) + 0.0  # −0.0 is another number in the digest
     if len(kept) == ranks and not any(kept.values()):
         raise _invalid_speeds(f"all {ranks} ranks are excluded; leave at least one to work")
     return tuple((rank, speed) for rank, speed in sorted(kept.items()) if speed != 1)

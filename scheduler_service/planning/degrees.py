@@ -51,6 +51,7 @@ def degree_classes(pool: Pool, target: LoadTarget) -> DegreeClasses:
     capacity = [pool.capacity(degree) for degree in degrees]
     allowed = [int(pool.fastest(degree) * most) for degree, most in zip(degrees, limit, strict=True)]
     longest = [min(isqrt(most), tokens) for most, tokens in zip(allowed, capacity, strict=True)]
+    longest[-1] = max(longest[-1], target.longest)  # where even the fastest group is slow, the limit was cut off
     return DegreeClasses(
         degree=np.array(degrees, np.int64),
         limit=np.array(limit, np.int64),

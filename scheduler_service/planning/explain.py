@@ -21,13 +21,14 @@ def explain(plan: Plan, batch: Batch, sequence: int) -> str:
         raise InvalidInputError(
             Reason.INVALID_ARGUMENT, f"sequence {sequence} is not in this plan; ids run from 0 to {len(plan) - 1}"
         )
-    if plan.header.target == 0:
+    pool = plan.header.pool
+    if plan.header.target == 0 or pool != pool.evened:  # with slow ranks there are two packings, and no telling which
         return _explain_placement(plan, batch, sequence)
-    target = target_at(plan.header.cap, batch, plan.header.pool)
-    own = int(own_degrees(batch.lengths[sequence : sequence + 1], plan.header.pool, target)[0])
+    target = target_at(plan.header.cap, batch, pool)
+    own = int(own_degrees(batch.lengths[sequence : sequence + 1], pool, target)[0])
     return " ".join(
         (
-            _why_degree(int(batch.lengths[sequence]), own, plan.header.pool, target),
+            _why_degree(int(batch.lengths[sequence]), own, pool, target),
             _why_group(plan, batch, sequence, own, target),
             _why_not_earlier(int(plan.microbatch[sequence])),
         )
@@ -49,25 +50,17 @@ def _explain_placement(plan: Plan, batch: Batch, sequence: int) -> str:
 
 
 def _why_degree(length: int, own: int, pool: Pool, target: LoadTarget) -> str:
-    load = f"attention load of {length**2 / own:.3g} is within {_target(pool, own, target)}"
+    load = f"attention load of {length**2 / own:.3g} is within the target of {target.load:.3g}"
     smaller = [degree for degree in pool.degrees if degree < own]
     if not smaller:
         return f"One rank holds its {_tokens(length)}, and its {load}."
     faults = []
     if not fits(length, smaller[-1], pool):
         faults.append(f"pass the budget of {pool.token_budget:,} per rank")
-    if length**2 > pool.fastest(smaller[-1]) * target.limit(smaller[-1]):
-        faults.append(
-            f"make an attention load of {length**2 / smaller[-1]:.3g}, over {_target(pool, smaller[-1], target)}"
-        )
+    if length**2 > target.limit(smaller[-1]):
+        faults.append(f"make an attention load of {length**2 / smaller[-1]:.3g}, over the target of {target.load:.3g}")
     ranks = "one rank" if smaller[-1] == 1 else f"{smaller[-1]} ranks"
     return f"On {ranks} its {_tokens(length)} {' and '.join(faults)}; at degree {own} its {load}."
-
-
-def _target(pool: Pool, degree: int, target: LoadTarget) -> str:
-    """What the fastest group of this degree is filled up to."""
-    speed = pool.fastest(degree)
-    return f"the target of {speed * target.load:.3g}" + (f" at speed {speed:.3g}" if speed < 1 else "")
 
 
 def _why_group(plan: Plan, batch: Batch, sequence: int, own: int, target: LoadTarget) -> str:
@@ -78,19 +71,16 @@ def _why_group(plan: Plan, batch: Batch, sequence: int, own: int, target: LoadTa
     beside = before[plan.start[before] == plan.start[sequence]]
     if len(beside) == 0:
         free = "A free rank was" if own == 1 else f"{own} free ranks were"
-        speed = pool.group_speeds(degree)[plan.start[sequence] // degree]
-        slow = f", which may take {speed:.3g} of the target, as fast as it is" if speed < 1 else ""
-        return f"{free} left, so it opened the group {where}{slow}."
+        return f"{free} left, so it opened the group {where}."
     opener = beside[np.lexsort((beside, -batch.lengths[beside]))[0]]
     free = "No free rank was" if own == 1 else f"Fewer than {own} free ranks were"
-    if pool.speeds:
-        free = "No free rank" if own == 1 else f"No free group of {own} ranks"
-        free += " that is fast enough was"
+    if pool.excluded:
+        free = "No free rank was" if own == 1 else f"No free group of {own} ranks was"
     rejected = "".join(_rejected(plan, batch, before, length, d, target) for d in pool.degrees if own <= d < degree)
     return (
         f"{free} left.{rejected} Of the groups of degree {degree} with room, the one {where}, opened by sequence "
-        f"{opener} ({_tokens(int(batch.lengths[opener]))}), had the least load"
-        f"{' for its speed' if pool.speeds else ''}: it joined that."
+        f"{opener} ({_tokens(int(batch.lengths[opener]))}), had the least load: it joined "
+        "that."
     )
 
 
@@ -102,13 +92,13 @@ def _rejected(
     members = before[plan.degree[before] == degree]
     if len(members) == 0:
         return f" No group of degree {degree} was open."
-    starts, group = np.unique(plan.start[members], return_inverse=True)
+    group = np.unique(plan.start[members], return_inverse=True)[1]
     tokens = np.zeros(int(group.max()) + 1, np.int64)
     squares = np.zeros_like(tokens)
     np.add.at(tokens, group, [pool.padded(int(s), degree) for s in batch.lengths[members]])
     np.add.at(squares, group, batch.lengths[members] ** 2)
     full = tokens + pool.padded(length, degree) > pool.capacity(degree)
-    loaded = squares + length**2 > pool.group_speeds(degree)[starts // degree] * target.limit(degree)
+    loaded = squares + length**2 > target.limit(degree)
     return (
         f" Groups of degree {degree}: {len(tokens)} open, of which {int(full.sum())} lacked tokens and "
         f"{int((loaded & ~full).sum())} would have passed the load target."

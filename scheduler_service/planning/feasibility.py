@@ -6,7 +6,7 @@ of attention load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -91,7 +91,10 @@ def smallest_budget(length: int, pool: Pool, degrees: Degrees = every_degree) ->
 
 
 def smallest_pool(length: int, pool: Pool, degrees: Degrees = every_degree) -> int | None:
-    """Fewest ranks, a multiple of ep, with which a pool of this budget holds a sequence of `length` tokens."""
+    """Fewest ranks, a multiple of ep, with which a pool of this budget holds a sequence of `length` tokens.
+
+    With excluded ranks, the fewest of the powers of two: looking for free groups in thousands of pools takes long.
+    """
     least = -(-length // pool.token_budget)
     # At four times the least, a power of two of twice the least is a degree, and padding takes at most half of its
     # budget: if that does not do, the budget is too small for a single padded token, on any pool.
@@ -104,7 +107,10 @@ def smallest_pool(length: int, pool: Pool, degrees: Degrees = every_degree) -> i
 
     if most == enough and not holds(most):
         return None
-    return next((ranks for ranks in range(first, most + 1, pool.ep) if holds(ranks)), None)
+    sizes: Iterable[int] = range(first, most + 1, pool.ep)
+    if pool.excluded:
+        sizes = [1 << e for e in range(most.bit_length()) if 1 << e in sizes]
+    return next((ranks for ranks in sizes if holds(ranks)), None)
 
 
 def _too_long(batch: Batch, held: str, remedies: str) -> InfeasibleError:

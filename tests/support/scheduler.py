@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-_READY_TIMEOUT_S = 90.0
+_READY_TIMEOUT_S = 240.0
 _EXIT_TIMEOUT_S = 30.0
 
 

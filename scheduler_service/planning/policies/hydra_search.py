@@ -58,42 +58,54 @@ class Candidate(NamedTuple):
     packed: Packed
     place: npt.NDArray[np.int32]
     """Microbatch of the plan for each one that was packed."""
+    cap: int
+    """Largest degree that was allowed; 0 where any was."""
+    load: float = 0.0
+    """The load target, where all microbatches have one."""
 
 
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     """Plan `batch`: the fastest of a fixed list of candidates, by the simple cost model."""
-    target = choose_target(batch, pool, config.cost, config.cap)
     queue = queue_of(batch)
-    best = hydra = _candidate(pack_to_target(queue, pool, target), pool, config.cost)
-    cap = target.cap if config.cap else None
-    for candidate in _ramped(batch, queue, pool, config.cost, cap):
-        if candidate.span_s < best.span_s:
-            best = candidate
-
+    # Slow ranks get their share, or are taken for equal: the replay, which knows their speed, decides.
+    candidates = (
+        candidate
+        for packed_for in dict.fromkeys((pool, pool.evened))
+        for candidate in _candidates(batch, queue, packed_for, pool, config)
+    )
+    best = min(candidates, key=lambda candidate: candidate.span_s)
     microbatch, start, degree = best.packed.columns
     columns = (best.place[microbatch], start, degree)
-    if best is hydra:
-        return new_plan("hydra_search", batch, pool, config, columns, target=target.load, cap=target.cap)
-    return new_plan("hydra_search", batch, pool, config, columns, cap=cap or 0)
+    return new_plan("hydra_search", batch, pool, config, columns, target=best.load, cap=best.cap)
 
 
-def _ramped(batch: Batch, queue: Queue, pool: Pool, cost: CostModel, cap: int | None) -> Iterator[Candidate]:
-    """The packings of `PACKED`, one at a time: each holds as much memory as a plan."""
-    shape = _shape(batch, pool, cost)
+def _candidates(
+    batch: Batch, queue: Queue, packed_for: Pool, pool: Pool, config: PlanningConfig
+) -> Iterator[Candidate]:
+    """The packings for one pool, replayed on another: `hydra`'s, then those of `PACKED`.
+
+    One at a time: each holds as much memory as a plan.
+    """
+    cost = config.cost
+    target = choose_target(batch, packed_for, cost, config.cap)
+    yield _candidate(pack_to_target(queue, packed_for, target), pool, cost, target.cap, load=target.load)
+
+    cap = target.cap if config.cap else None
+    shape = _shape(batch, packed_for, cost)
     if shape.work_s == 0:
         return
     weight = cost_weight(cost, batch.longest)
-    needs = _needs(queue, pool, cost, cap)
-    profiles = [best_profile(shape, count, needs) for count in _counts(batch, pool, shape)]
+    needs = _needs(queue, packed_for, cost, cap)
+    profiles = [best_profile(shape, count, needs) for count in _counts(batch, packed_for, shape)]
     profiles.sort(key=lambda found: found.span_s)
     for rank, slack, early_share in PACKED[: ALWAYS_PACKED + _SEQUENCES_FOR_MORE // len(batch)]:
         if rank < len(profiles):
             sizes = np.sort(profiles[rank].sizes)[::-1].copy()
-            packed = pack_to_profile(queue, pool, weight, sizes, slack=slack, early_share=early_share, cap=cap)
+            packed = pack_to_profile(queue, packed_for, weight, sizes, slack=slack, early_share=early_share, cap=cap)
             if packed is not None:
                 # The packing may have needed a few more microbatches, or fewer.
                 wanted = profile(shape, len(packed.limit), needs, profiles[rank].ends)
-                yield _candidate(packed, pool, cost, wanted)
+                yield _candidate(packed, pool, cost, cap or 0, wanted)
 
 
 def _shape(batch: Batch, pool: Pool, cost: CostModel) -> Shape:
@@ -128,7 +140,9 @@ def _counts(batch: Batch, pool: Pool, shape: Shape) -> list[int]:
     ] or aligned[:1]
 
 
-def _candidate(packed: Packed, pool: Pool, cost: CostModel, wanted: Profile | None = None) -> Candidate:
+def _candidate(
+    packed: Packed, pool: Pool, cost: CostModel, cap: int, wanted: Profile | None = None, load: float = 0.0
+) -> Candidate:
     """Replay a packing, its microbatches in the places of their sizes in the profile, or unmoved."""
     count = len(packed.limit)
     forward, backward = microbatch_times(packed.groups, pool, cost, count)
@@ -140,4 +154,4 @@ def _candidate(packed: Packed, pool: Pool, cost: CostModel, wanted: Profile | No
     # Empty microbatches that fill up the pool's multiple come last.
     empty = ((0, 0), (0, -count % pool.microbatch_multiple))
     forward, backward = (np.pad(t[:, order], empty, constant_values=cost.overhead) for t in (forward, backward))
-    return Candidate(float(pipeline_spans(forward, backward, pool.stages).max()), packed, place)
+    return Candidate(float(pipeline_spans(forward, backward, pool.stages).max()), packed, place, cap, load)

@@ -82,6 +82,7 @@ def test_speeds_are_kept_by_rank_without_those_of_full_speed_however_they_are_gi
     assert hash(pool) == hash(Pool(8, 16, speeds=((2, 0.0), (5, 0.5))))
     assert (pool.excluded, pool.total_speed) == ((2,), 6.5)
     assert Pool(8, 16, speeds={3: 1.0}) == Pool(8, 16)
+    assert str(Pool(8, 16, speeds={2: -0.0}).speeds) == "((2, 0.0),)"
 
 
 def test_a_group_is_as_fast_as_its_slowest_rank() -> None:

@@ -49,13 +49,17 @@ def test_counts_what_the_rejected_groups_lacked() -> None:
     assert "the one on ranks 2 … 3 of microbatch 0, opened by sequence 1 (18 tokens)" in text
 
 
-def test_says_what_slow_ranks_may_take_and_that_they_were_too_slow() -> None:
-    pool = Pool(ranks=3, token_budget=40, speeds={2: 0.25})
-    lengths = [20, 12, 11, 9]  # the target is 400, and 100 on rank 2: the 11 joins the 12 on rank 1
-    assert "No free rank that is fast enough was left." in words(lengths, 2, pool, cap=1)
-    assert words(lengths, 3, pool, cap=1).endswith(
-        "it opened the group on rank 2 of microbatch 0, which may take 0.25 of the target, as fast as it is."
-    )
+def test_says_how_full_the_ranks_are_where_some_are_slow() -> None:
+    batch = Batch([10**7, 5 * 10**6, 5])
+    pool = Pool(ranks=2, token_budget=1 << 24, speeds={0: 0.3, 1: 0.3})
+    for sequence in range(3):
+        text = explain(plan_iteration(batch, pool, policy="hydra"), batch, sequence)
+        assert "the fullest ranks of the microbatch have" in text
+
+
+def test_says_that_no_group_without_an_excluded_rank_was_free() -> None:
+    pool = Pool(ranks=8, token_budget=10, speeds={7: 0})  # ranks 6 and 7 are no pair
+    assert "No free group of 2 ranks was left." in words([20, 15, 12, 12, 12], 4, pool, cap=4)
 
 
 def test_says_how_full_the_ranks_are_where_no_load_target_holds_for_all_microbatches() -> None:

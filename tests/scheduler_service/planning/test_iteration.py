@@ -1,6 +1,8 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
+from random import Random
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from scheduler_service.domain import Batch, CostModel, InfeasibleError, InvalidInputError, Pool, Reason
 from scheduler_service.planning import DEFAULT_POLICY, POLICIES, plan_iteration
 from scheduler_service.simulation import forecast, rank_loads
+from tests.support.strategies import slowed
 
 COST = CostModel(theta=2.6e-10, tau=4.1e-5, overhead=8e-3)
 LENGTHS = [262_144, 40_000, 9_000, 8_192, 8_191, *range(1, 400, 3)]
@@ -91,6 +94,19 @@ def test_a_planner_that_knows_of_a_slow_rank_loses_little_to_it(policy: str) -> 
     assert loads.load[13].sum() <= 0.55 * loads.load.sum(axis=1).mean()
     assert loads.tokens[13].sum() <= 0.6 * loads.tokens.sum(axis=1).mean()
     assert rank_loads(plan_iteration(batch, excluding, policy=policy), batch).tokens[40].max() == 0
+
+
+@pytest.mark.parametrize("policy", ["hydra", "hydra_search"])
+def test_to_know_of_slow_ranks_is_never_worse_than_to_take_them_for_equal(policy: str) -> None:
+    """Also where hardly a rank has full speed, and only such have a share that holds a sequence of the whole budget."""
+    even = Pool(ranks=16, token_budget=8192, stages=4)
+    random = Random(3)
+    pools = [replace(even, speeds=dict.fromkeys(range(1, 16), 0.99))] + [slowed(even, random) for _ in range(20)]
+    mixed = Batch(np.clip(np.random.default_rng(4).lognormal(7, 1.6, 300), 1, 8192).astype(int))
+    for pool, batch in product(pools, (Batch([8192] * 160), mixed)):
+        blind = plan_iteration(batch, pool.evened, policy=policy)
+        blind_s = forecast(replace(blind, header=replace(blind.header, pool=pool)), batch).iteration_s
+        assert plan_iteration(batch, pool, policy=policy).header.predicted_s <= blind_s
 
 
 @pytest.mark.parametrize("policy", POLICIES)
