@@ -43,7 +43,7 @@ def pool(message: plan_pb2.Pool) -> Pool:
     """A pool. Raises `InvalidInputError` (INVALID_POOL)."""
     given = {field.name: getattr(message, field.name) for field in fields(Pool) if field.name != "speeds"}
     return Pool(
-        speeds=[(slow.rank, slow.speed) for slow in message.speeds],
+        speeds=[(slow.rank, _speed(slow)) for slow in message.speeds],
         **{
             name: value
             for name, value in given.items()
@@ -51,6 +51,15 @@ def pool(message: plan_pb2.Pool) -> Pool:
             if value != 0 or name in ("ranks", "token_budget")
         },
     )
+
+
+def _speed(slow: plan_pb2.RankSpeed) -> float:
+    """The speed, never a default: 0 takes the rank out of work."""
+    if not slow.HasField("speed"):
+        raise InvalidInputError(
+            Reason.INVALID_POOL, f"pool: speeds names rank {slow.rank} without a speed; 0 excludes it, 1 is full speed"
+        )
+    return slow.speed
 
 
 def cost_model(message: plan_pb2.CostModel | None) -> CostModel:

@@ -63,7 +63,10 @@ def test_slow_and_excluded_ranks_travel(stub):
     pool = Pool(ranks=4, token_budget=4096, stages=2, ep=2, speeds={1: 0.5, 3: 0})
     answer = plan_batch(stub, lengths=LENGTHS, pool=pool_message(pool))
     assert answer.plan.digest == plan_iteration(Batch(LENGTHS), pool).digest
-    assert answer.plan.header.pool.speeds == [plan_pb2.RankSpeed(rank=1, speed=0.5), plan_pb2.RankSpeed(rank=3)]
+    assert answer.plan.header.pool.speeds == [
+        plan_pb2.RankSpeed(rank=1, speed=0.5),
+        plan_pb2.RankSpeed(rank=3, speed=0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +85,17 @@ def test_slow_and_excluded_ranks_travel(stub):
         ({"lengths": [5], "policy": "best"}, "INVALID_ARGUMENT", "UNKNOWN_POLICY", ["'best'", "hydra"], None),
         ({"lengths": [5], "pool": {"ranks": 4}}, "INVALID_ARGUMENT", "INVALID_POOL", ["token_budget"], None),
         (
-            {"lengths": [5], "pool": {"ranks": 4, "token_budget": 8, "speeds": [{"rank": 4}]}},
+            {"lengths": [5], "pool": {"ranks": 4, "token_budget": 8, "speeds": [{"rank": 4, "speed": 0}]}},
             "INVALID_ARGUMENT",
             "INVALID_POOL",
             ["rank 4", "0 … 3"],
+            None,
+        ),
+        (
+            {"lengths": [5], "pool": {"ranks": 4, "token_budget": 8, "speeds": [{"rank": 2}]}},
+            "INVALID_ARGUMENT",
+            "INVALID_POOL",
+            ["rank 2 without a speed"],
             None,
         ),
         (
