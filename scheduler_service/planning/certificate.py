@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_service.compiled import compiled
 from scheduler_service.domain import Batch, CostModel, Pool
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
 
@@ -42,7 +43,7 @@ def lower_bound_s(batch: Batch, pool: Pool, cost: CostModel) -> float:
       x₁ ≥ 3.5·θ·s_max²/g + 3·τ·s_max/g + 2·o, and passes p stages forward and p back, one after the other. On the
       first stage at most p−1 forwards and p−1 backwards of others run meanwhile (1F1B); the other 2(M−1) − 2(p−1)
       or more operations run before or after: T ≥ p·x₁ + 2·max(0, M₀−p)·o.
-    * *All work, and what it takes to get it in and out*: see `_ramps`.
+    * *All work, and what it takes to get it in and out*: see `_Ramps`.
     """
     attention, linear = (1 + BACKWARD_ATTENTION) * cost.theta, (1 + BACKWARD_LINEAR) * cost.tau
     both_overheads = 2 * cost.overhead
@@ -58,13 +59,14 @@ def lower_bound_s(batch: Batch, pool: Pool, cost: CostModel) -> float:
     most = min(max(fewest, MOST_MICROBATCHES), -(-len(batch) // multiple) * multiple)
     microbatches = np.arange(fewest, max(fewest, most) + 1, multiple)
     work = (attention * batch.sum_of_squares + linear * batch.tokens) / pool.total_speed
-    all_work = work + both_overheads * (microbatches + pool.stages - 1)
-    beyond = work + both_overheads * (microbatches[-1] + multiple + pool.stages - 1)
+    all_work = np.asarray(work + both_overheads * (microbatches + pool.stages - 1), np.float64)
     if pool.stages > 1 and work > 0:
-        all_work += _ramps(batch, pool, cost, work, microbatches)
+        least = _least_with_ramps(all_work, microbatches, _ramps(batch, pool, cost, microbatches), work)
+    else:
+        least = all_work[0]
     if microbatches[-1] < len(batch):
-        all_work = np.append(all_work, beyond)
-    return max(float(all_work.min()), longest_sequence) * (1 - ROUNDING)
+        least = min(least, work + both_overheads * (microbatches[-1] + multiple + pool.stages - 1))
+    return max(float(least), longest_sequence) * (1 - ROUNDING)
 
 
 class _Ramp(NamedTuple):
@@ -91,8 +93,8 @@ def _ramp(steps: int, stages: int, overhead: float, ratio: float) -> _Ramp:
     return _Ramp(at_zero, per_z)
 
 
-def _ramps(batch: Batch, pool: Pool, cost: CostModel, work: float, microbatches: npt.NDArray[np.int64]) -> Seconds:
-    """Seconds above W + 2(M+p−1)·o that no plan of M microbatches avoids, for each M.
+class _Ramps(NamedTuple):
+    """How fast microbatches can grow at the start and shrink at the end, and what has to find a place in them.
 
     Take the path that enters on the first stage, goes down with microbatch k, stays on the last stage until microbatch
     m ≥ k, goes up with it and ends on the first stage. In 1F1B its length is
@@ -110,6 +112,18 @@ def _ramps(batch: Batch, pool: Pool, cost: CostModel, work: float, microbatches:
     is as large as it is on the whole pool. That leaves the smallest z + y under two linear conditions, solved by
     hand; every cut gives a bound, and the best is taken.
     """
+
+    up: _Ramp
+    total_up: _Ramp
+    down: _Ramp
+    total_down: _Ramp
+    longest_u: float
+    longest_v: float
+    sums: tuple[tuple[float, float], ...]
+    """(r, d) with Σ_{k≤c} (u_k + v_k) ≤ r·Σ_{k≤c} u_k + d."""
+
+
+def _ramps(batch: Batch, pool: Pool, cost: CostModel, microbatches: npt.NDArray[np.int64]) -> _Ramps:
     stages, overhead = pool.stages, cost.overhead
     attention = cost.theta * batch.sum_of_squares / pool.total_speed
     longest_u = (cost.theta * batch.longest**2 + cost.tau * batch.longest) / pool.total_speed
@@ -119,19 +133,31 @@ def _ramps(batch: Batch, pool: Pool, cost: CostModel, work: float, microbatches:
     ratio = BACKWARD_ATTENTION if cost.theta > 0 else BACKWARD_LINEAR
     cuts = min(_CUTS_PER_STAGE * stages, int(microbatches[0]))
     up, down = _ramp(cuts, stages, overhead, ratio), _ramp(int(microbatches[-1]), stages, overhead, 1 / BACKWARD_LINEAR)
-    total_up, total_down = up.largest, down.largest
+    sums = ((1 + ratio, 0.0), (1 + BACKWARD_LINEAR, attention / 2))
+    return _Ramps(up, up.largest, down, down.largest, longest_u, longest_v, sums)
 
-    best = np.zeros(len(microbatches))
-    for cut in range(cuts):
-        after = microbatches - cut - 1
-        room_down, gain_down = 1.5 * total_down.at_zero[after], 1.5 * total_down.per_z[after]
-        z_longest = max(0.0, (longest_u - up.at_zero[cut]) / up.per_z[cut])
-        y_longest = np.maximum(0.0, (longest_v - down.at_zero[after - 1]) / down.per_z[after - 1])
-        for scale, given in ((1 + ratio, 0.0), (1 + BACKWARD_LINEAR, attention / 2)):
-            gain_up = scale * total_up.per_z[cut + 1]
-            missing = work - given - scale * total_up.at_zero[cut + 1] - room_down
-            gain = np.maximum(gain_up, gain_down)
-            before = z_longest + np.maximum(0.0, missing - gain_up * z_longest) / gain
-            behind = y_longest + np.maximum(0.0, missing - gain_down * y_longest) / gain
-            best = np.maximum(best, np.where(after > 0, np.minimum(before, behind), before))
-    return best
+
+@compiled
+def _least_with_ramps(all_work: Seconds, microbatches: npt.NDArray[np.int64], ramps: _Ramps, work: float) -> float:
+    """Smallest over M of `all_work`, W + 2(M+p−1)·o, and the seconds above it that no plan of M microbatches avoids."""
+    up, total_up, down, total_down, longest_u, longest_v, sums = ramps
+    least = np.inf
+    for i in range(len(microbatches)):
+        if all_work[i] >= least:
+            break  # more microbatches only add overheads
+        unavoidable = 0.0
+        for cut in range(len(up.per_z)):
+            after = microbatches[i] - cut - 1
+            z_longest = max(0.0, (longest_u - up.at_zero[cut]) / up.per_z[cut])
+            gain_down = 1.5 * total_down.per_z[after]
+            for scale, given in sums:
+                gain_up = scale * total_up.per_z[cut + 1]
+                missing = work - given - scale * total_up.at_zero[cut + 1] - 1.5 * total_down.at_zero[after]
+                gain = max(gain_up, gain_down)
+                bound = z_longest + max(0.0, missing - gain_up * z_longest) / gain
+                if after > 0:  # else there is no place behind the cut
+                    y_longest = max(0.0, (longest_v - down.at_zero[after - 1]) / down.per_z[after - 1])
+                    bound = min(bound, y_longest + max(0.0, missing - gain_down * y_longest) / gain)
+                unavoidable = max(unavoidable, bound)
+        least = min(least, all_work[i] + unavoidable)
+    return least
