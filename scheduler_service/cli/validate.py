@@ -50,6 +50,8 @@ def _print(name: str, checks: list[Check]) -> None:
     errors = np.array([check.error for check in checks])
     worst = np.argsort(-np.abs(errors))[:SHOWN] if len(checks) > SHOWN else np.arange(len(checks))
     title = f"{name}: {len(checks)} figures, error {np.abs(errors).mean():.2%} mean, {np.abs(errors).max():.2%} largest"
+    if len(checks) == 1:
+        title = f"{name}: 1 figure, error {abs(checks[0].error):.2%}"
     if any(check.fitted for check in checks):
         title += "; constants fitted on these"
     if len(worst) < len(checks):
