@@ -23,6 +23,7 @@ from scheduler_service.domain import (
     Batch,
     CostModel,
     HydraCpError,
+    InfeasibleError,
     InvalidInputError,
     Pool,
     Reason,
@@ -32,6 +33,7 @@ from scheduler_service.planning.comparison import Outcome, compare
 from scheduler_service.simulation import forecast
 from scheduler_service.simulation.cluster import Cluster, Engine
 from scheduler_service.simulation.job import Simulation
+from scheduler_service.simulation.memory import largest_budget
 from scheduler_service.simulation.paper import paper_setting
 from scheduler_service.simulation.pipeline import PipelineReplay
 from scheduler_service.simulation.presets import load_cluster
@@ -43,11 +45,24 @@ BASELINE = "megatron"
 
 TRUST = {
     "preset": "Operator model. Validated on: work per token (within 1 %), attention on an H100 (mean error 6.3 %), "
-    "pipeline spans of a production job (within 1 %), whole BF16 iterations of 8 to 16,384 GPUs (mean error 12 %): see "
-    "`hydra-cp validate`. Not validated: unequal microbatches end to end, H20.",
+    "pipeline spans of a production job (within 1 %), 14 whole iterations in BF16 on 8 to 16,384 GPUs (error 12 % "
+    "mean, 40 % largest): see `hydra-cp validate`. Outside the model: FP8, DualPipe. Not validated: unequal "
+    "microbatches end to end, H20, memory.",
     "simple": "Simple cost model: three constants a stage, no exchanges; as good as these are.",
 }
 """What each kind of prediction was validated on."""
+
+CLUSTER_FIELDS = {
+    "pool": "ranks", "budget": "token_budget", "stages": "stages", "ep": "ep", "heads": "model",
+    "max_ulysses": "engine",
+}  # fmt: skip
+"""Option → field of a cluster file that says the same."""
+
+SIMPLE_ALONE = ("max_degree", "cap", "theta", "tau", "overhead")
+"""Options that say nothing to the model of operators, whose systems choose their largest degree themselves."""
+
+PRESET_ALONE = ("engine", "train_tokens")
+"""Options that say nothing to the simple cost model."""
 
 SECONDS_PER_DAY, SECONDS_PER_HOUR = 86_400, 3_600
 INTERRUPTED = 130
@@ -90,6 +105,7 @@ _COST = CostModel()
 
 
 def simulate(
+    context: typer.Context,
     lengths: Annotated[
         str, typer.Argument(help=f"A file as for `plan`, - for stdin, or drawn for the preset: {', '.join(WORKLOADS)}.")
     ],
@@ -109,9 +125,15 @@ def simulate(
     max_ulysses: Annotated[int | None, typer.Option(help="Without a preset: most ranks of a Ulysses group.")] = None,
     max_degree: Annotated[int | None, typer.Option(help="Without a preset: largest degree of any sequence.")] = None,
     cap: Annotated[int | None, typer.Option(help="Without a preset: fix the degree cap C.")] = None,
-    theta: Annotated[float, typer.Option(help="Forward seconds per token²/degree and stage.")] = _COST.theta,
-    tau: Annotated[float, typer.Option(help="Forward seconds per token of a rank and stage.")] = _COST.tau,
-    overhead: Annotated[float, typer.Option(help="Fixed seconds per microbatch and stage.")] = _COST.overhead,
+    theta: Annotated[
+        float, typer.Option(help="Without a preset: forward seconds per token²/degree and stage.")
+    ] = _COST.theta,
+    tau: Annotated[
+        float, typer.Option(help="Without a preset: forward seconds per token of a rank and stage.")
+    ] = _COST.tau,
+    overhead: Annotated[
+        float, typer.Option(help="Without a preset: fixed seconds per microbatch and stage.")
+    ] = _COST.overhead,
     field: Annotated[str | None, typer.Option(help="Field of a .jsonl or column of a .parquet file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write one policy's schedule for Perfetto to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -120,17 +142,21 @@ def simulate(
     with reported(as_json):
         policies = _policies(policy)
         if preset is not None:
-            if pool is not None or budget is not None:
-                raise _invalid("--preset brings its own pool and budget; leave --pool and --budget out")
+            _refuse_beside_preset(context, preset)
             cluster = load_cluster(preset)
             batch = paper_batch(cluster, WORKLOADS[lengths]) if lengths in WORKLOADS else read_batch(lengths, field)
-            setting = {"cluster": cluster.name, "model": cluster.model.name, "gpus": cluster.gpus}
+            setting = {
+                "cluster": cluster.name, "model": cluster.model.name, "gpus": cluster.gpus,
+                "token_budget": cluster.token_budget, "token_budget_that_fits": _budget_that_fits(cluster),
+            }  # fmt: skip
             gains = paper_setting(preset, lengths).gains
             report = Report({**setting, **_batch_figures(batch)}, TRUST["preset"], gains=gains)
             steps: Iterator[str] = _on_cluster(report, batch, cluster, policies, engine, train_tokens)
         else:
             if pool is None or budget is None:
                 raise _invalid("give either --preset, or --pool and --budget")
+            if given := _given(context, PRESET_ALONE):
+                raise _invalid(f"{_spelled(given)} belong to a cluster: give --preset, or leave them out")
             if lengths in WORKLOADS:
                 raise _invalid(f"{lengths} is drawn for a preset's cluster; give --preset, or a file of lengths")
             shape = Pool(
@@ -150,6 +176,38 @@ def simulate(
         _print(report, as_json)
     if not complete:
         raise typer.Exit(INTERRUPTED)
+
+
+def _refuse_beside_preset(context: typer.Context, preset: str) -> None:
+    """Refuse options that would be ignored, since the preset fixes what they say."""
+    if given := _given(context, CLUSTER_FIELDS):
+        wanted = " and ".join(f"`{CLUSTER_FIELDS[name]}`" for name in given)
+        raise _invalid(
+            f"--preset {preset} fixes what {_spelled(given)} would say: leave them out, or give --preset a .yaml file "
+            f"with `base: {preset}` and its own {wanted}"
+        )
+    if given := _given(context, SIMPLE_ALONE):
+        raise _invalid(
+            f"--preset {preset} fixes what {_spelled(given)} would say, by its model, hardware and engine: leave them "
+            f"out; a .yaml file with `base: {preset}` changes those, and without --preset they hold as given"
+        )
+
+
+def _given(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """Those of the options that the user gave, whatever the value."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+
+
+def _spelled(names: Iterable[str]) -> str:
+    return " and ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _budget_that_fits(cluster: Cluster) -> int:
+    try:
+        return largest_budget(cluster).tokens
+    except InfeasibleError:
+        return 0
 
 
 def _policies(asked: str) -> list[str]:
@@ -236,6 +294,16 @@ def _on_simple_cost(
         yield policy
 
 
+def _memory_warning(setting: Mapping[str, Any]) -> str | None:
+    budget, fits = setting.get("token_budget", 0), setting.get("token_budget_that_fits", 0)
+    if budget <= fits:
+        return None
+    return (
+        f"Memory: a budget of {budget:,} tokens is over the {fits:,} that fit with all microbatches in flight full; "
+        "`hydra-cp budget` says what fills a GPU."
+    )
+
+
 def _batch_figures(batch: Batch) -> dict[str, int]:
     return {"sequences": len(batch), "tokens": batch.tokens, "longest_tokens": batch.longest}
 
@@ -269,6 +337,8 @@ def _print(report: Report, as_json: bool) -> None:
         console.print(_activities(report.rows))
     for name, error in report.errors.items():
         console.print(f"\n{name}: no plan. {error}")
+    if warning := _memory_warning(shown):
+        console.print(f"\n{warning}")
     console.print(f"\n{report.trust}")
 
 
@@ -301,12 +371,13 @@ def _systems(rows: dict[str, Row], gains: Mapping[str, float]) -> Table:
         columns = {f"× {BASELINE}": lambda row: f"{against.iteration_s / row.iteration_s:.2f}", **columns}
     for name in columns:
         table.add_column(name, justify="right")
-    if gains and ours is not None:
+    beside_paper = ours is not None and not rows.keys().isdisjoint(gains)
+    if beside_paper:
         table.add_column("hydra is ×", justify="right")
         table.add_column("paper: ×", justify="right")
     for name, row in rows.items():
         cells = [shown(row) for shown in columns.values()]
-        if gains and ours is not None:
+        if ours is not None and beside_paper:
             reported_gain = f"{gains[name]:.2f}" if name in gains else ""
             cells += [f"{row.iteration_s / ours.iteration_s:.2f}", reported_gain]
         table.add_row(name, *cells)

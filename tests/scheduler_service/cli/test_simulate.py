@@ -10,6 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from scheduler_service.cli import main
+from scheduler_service.cli.simulate import Row, _systems
 from scheduler_service.domain import Batch, Pool
 from scheduler_service.planning import POLICIES, plan_iteration
 
@@ -90,12 +91,51 @@ def test_a_schedule_is_written_for_perfetto(lengths: str, preset: str, tmp_path:
     assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"M", "X", "C", "s", "f"}
 
 
+@pytest.mark.parametrize("policy", ["hydra", "hydra_search"])
+def test_a_system_alone_is_not_put_beside_the_paper(policy: str, lengths: str) -> None:
+    rows = {policy: Row(1.0, 0.1, 0.1, 100.0, 8, 0.1, 8)}
+    shown = [str(column.header) for column in _systems(rows, {"megatron": 2.48}).columns]
+    assert not {"hydra is ×", "paper: ×"} & set(shown)
+
+
+@pytest.mark.parametrize(("recompute", "warns"), [("selective", True), ("full", False)])
+def test_a_budget_over_what_memory_holds_is_warned_of(lengths: str, preset: str, recompute: str, warns: bool) -> None:
+    Path(preset).write_text(SMALL + f"ranks: 64\nrecompute: {recompute}\n")
+    result = run(lengths, "--preset", preset, "--policy", "hydra")
+    assert result.exit_code == 0, result.output
+    assert ("that fit with all microbatches in flight full" in result.stdout) is warns
+
+
+PRESET_FIXES = [
+    "pool",
+    "budget",
+    "stages",
+    "ep",
+    "heads",
+    "max-ulysses",
+    "max-degree",
+    "cap",
+    "theta",
+    "tau",
+    "overhead",
+]
+
+
+@pytest.mark.parametrize("option", PRESET_FIXES)
+@pytest.mark.parametrize("name", ["paper_512_h20", "paper-512-h20"])
+def test_what_a_preset_fixes_is_refused_beside_it_even_at_its_default(lengths: str, name: str, option: str) -> None:
+    result = run(lengths, "--preset", name, f"--{option}", "1", "--policy", "hydra")
+    assert result.exit_code == 2, result.output
+    assert f"--preset {name} fixes what --{option} would say" in result.stderr
+    assert f"`base: {name}`" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         ([], 2, "give either --preset, or --pool and --budget"),
         (["--pool", "16"], 2, "give either --preset, or --pool and --budget"),
-        (["--preset", "paper_512_h20", "--pool", "16"], 2, "--preset brings its own pool and budget"),
+        (["--engine", "ring", "--pool", "16", "--budget", "8192"], 2, "--engine belong to a cluster: give --preset"),
         (["--preset", "mine"], 2, "is not among the clusters"),
         (["--pool", "2", "--budget", "8192"], 4, "60,000 tokens"),
         (["--pool", "16", "--budget", "8192", "--policy", "best"], 2, "policy 'best' is unknown"),
