@@ -6,6 +6,8 @@ which one to install. Exit codes: 0 ok, 1 failure, 2 usage or invalid input, 3 u
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -83,3 +85,6 @@ main = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False)
 @main.callback()
 def _root() -> None:
     """Plan hybrid context parallelism for long-context LLM training, and run the plans."""
+    # A terminal without Λ or × still gets its figures.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

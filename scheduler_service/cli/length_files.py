@@ -169,6 +169,8 @@ def _parquet(path: Path, field: str | None) -> _Lengths:
         file = pyarrow.parquet.ParquetFile(path)
         if wanted not in file.schema_arrow.names:
             raise _invalid(f"{path}: has no column {wanted!r}; it has {', '.join(file.schema_arrow.names)}")
+        if file.schema_arrow.names.count(wanted) > 1:
+            raise _invalid(f"{path}: has several columns {wanted!r}; give the one with the lengths a name of its own")
         return _Lengths(file.read(columns=[wanted])[wanted].to_numpy())
     except pyarrow.ArrowException as error:
         raise _invalid(f"{path}: is no readable Parquet file: {error}") from error

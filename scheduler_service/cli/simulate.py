@@ -361,6 +361,11 @@ MONEY_COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
+def _gain(slower: Row, faster: Row) -> str:
+    """How many times as fast; nothing to compare where an iteration takes no time."""
+    return f"{slower.iteration_s / faster.iteration_s:.2f}" if faster.iteration_s else "–"
+
+
 def _systems(rows: dict[str, Row], gains: Mapping[str, float]) -> Table:
     columns = dict(COLUMNS)
     details = next(iter(rows.values())).details
@@ -368,7 +373,7 @@ def _systems(rows: dict[str, Row], gains: Mapping[str, float]) -> Table:
     table = Table("system", box=None, pad_edge=False)
     against, ours = rows.get(BASELINE), rows.get("hydra")
     if against is not None and len(rows) > 1:
-        columns = {f"× {BASELINE}": lambda row: f"{against.iteration_s / row.iteration_s:.2f}", **columns}
+        columns = {f"× {BASELINE}": lambda row: _gain(against, row), **columns}
     for name in columns:
         table.add_column(name, justify="right")
     beside_paper = ours is not None and not rows.keys().isdisjoint(gains)
@@ -379,7 +384,7 @@ def _systems(rows: dict[str, Row], gains: Mapping[str, float]) -> Table:
         cells = [shown(row) for shown in columns.values()]
         if ours is not None and beside_paper:
             reported_gain = f"{gains[name]:.2f}" if name in gains else ""
-            cells += [f"{row.iteration_s / ours.iteration_s:.2f}", reported_gain]
+            cells += [_gain(row, ours), reported_gain]
         table.add_row(name, *cells)
     return table
 

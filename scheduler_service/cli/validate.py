@@ -42,8 +42,9 @@ def validate(
 def _recorded(trace: Path) -> list[Check]:
     try:
         return list(production_trace(trace))
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidInputError(Reason.INVALID_ARGUMENT, f"--trace {trace}: is no recorded job: {error}") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        needed = "give an .npz file with F, B, first_fwd_start and last_bwd_end of each step"
+        raise InvalidInputError(Reason.INVALID_ARGUMENT, f"--trace {trace}: is no recorded job; {needed}") from error
 
 
 def _print(name: str, checks: list[Check]) -> None:

@@ -207,7 +207,7 @@ def _validated_speeds(speeds: Any, ranks: int) -> tuple[tuple[int, float], ...]:
             raise _invalid_speeds(f"speeds names rank {rank!r}; the pool has ranks 0 … {ranks - 1}")
         if rank in kept:
             raise _invalid_speeds(f"speeds names rank {rank} twice ({kept[int(rank)]} and {speed}); give it one speed")
-        number = isinstance(speed, int | float | np.floating) and not isinstance(speed, bool)
+        number = isinstance(speed, int | float | np.integer | np.floating) and not isinstance(speed, bool)
         if not number or not (speed == 0 or MIN_SPEED <= speed <= 1):
             raise _invalid_speeds(
                 f"rank {rank} has speed {speed!r}; give {MIN_SPEED} to 1, the speed of the fastest, or 0 to exclude it"

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_service.domain import Batch, CostModel, Plan, PlanHeader, Pool
+from scheduler_service.domain import Batch, CostModel, InvalidInputError, Plan, PlanHeader, Pool, Reason
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,12 @@ class PlanningConfig:
     cost: CostModel = field(default_factory=CostModel)
     cap: int | None = None
     """Fixes the degree cap C; None lets the policy choose."""
+
+    def __post_init__(self) -> None:
+        if self.cap is not None and (isinstance(self.cap, bool) or not isinstance(self.cap, int | np.integer)):
+            raise InvalidInputError(
+                Reason.INVALID_ARGUMENT, f"cap is {self.cap!r}; give a degree of the pool, a whole number, or None"
+            )
 
 
 class Policy(Protocol):

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -195,6 +196,13 @@ def test_wrong_options_exit_with_2_and_say_what_is_wrong(lengths: str, arguments
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_a_terminal_that_lacks_letters_still_gets_the_figures(lengths: str) -> None:
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([BINARY, "plan", lengths, *POOL], capture_output=True, timeout=240, env=ascii_only)
+    assert result.returncode == 0, result.stderr
+    assert b"microbatches" in result.stdout
 
 
 def test_a_missing_option_is_a_usage_error(lengths: str) -> None:

@@ -178,3 +178,10 @@ def test_reads_standard_input_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInputError, match="line 2 of standard input: 'x' is no integer") as caught:
         read_batch("-")
     assert caught.value.reason == Reason.INVALID_ARGUMENT
+
+
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table([LENGTHS, LENGTHS], names=["tokens", "tokens"]), path)
+    with pytest.raises(InvalidInputError, match="several columns 'tokens'"):
+        read_batch(str(path), field="tokens")

@@ -78,6 +78,13 @@ def test_without_a_preset_the_simple_cost_model_predicts(lengths: str) -> None:
     assert json.loads(result.stdout)["policies"]["hydra"]["iteration_s"] == plan.header.predicted_s
 
 
+def test_iterations_that_take_no_time_are_not_compared(lengths: str) -> None:
+    options = ["--pool", "4", "--budget", "100000", "--theta", "0", "--tau", "0", "--overhead", "0"]
+    result = run(lengths, *options)
+    assert result.exit_code == 0, result.output
+    assert "–" in result.stdout
+
+
 def test_a_workload_is_drawn_for_the_preset(preset: str) -> None:
     found = json.loads(run("paper-32k", "--preset", preset, "--policy", "hydra", "--json").stdout)
     assert found["longest_tokens"] <= 32_768

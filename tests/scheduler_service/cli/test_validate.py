@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 from typer.testing import CliRunner
 
 from scheduler_service.cli import main
@@ -21,8 +22,10 @@ def test_it_prints_predicted_published_and_error_of_every_section() -> None:
 
 
 def test_a_file_that_is_no_recorded_job_is_refused_by_name(tmp_path: Path) -> None:
-    wrong = tmp_path / "trace.npz"
-    wrong.write_text("nothing")
-    result = CliRunner().invoke(main, ["validate", "--trace", str(wrong)])
-    assert result.exit_code == 2
-    assert "trace.npz: is no recorded job" in result.stderr
+    text, array = tmp_path / "trace.npz", tmp_path / "trace.npy"
+    text.write_text("nothing")
+    np.save(array, np.zeros(3))
+    for wrong in (text, array):
+        result = CliRunner().invoke(main, ["validate", "--trace", str(wrong)])
+        assert result.exit_code == 2
+        assert f"{wrong.name}: is no recorded job" in result.stderr

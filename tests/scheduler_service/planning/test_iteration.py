@@ -69,6 +69,13 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cap", [4.0, True, "4"])
+def test_a_cap_that_is_no_whole_number_is_refused(policy: str, cap: object) -> None:
+    with pytest.raises(InvalidInputError, match="cap is"):
+        plan_iteration(Batch([1]), Pool(8, 8), policy=policy, cap=cap)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_that_takes_all_ranks_for_equal_refuses_slow_ones(policy: str) -> None:
     pool = Pool(ranks=64, token_budget=8192, stages=4, speeds={3: 0.5, 7: 0})
     if policy in ("hydra", "hydra_search"):
