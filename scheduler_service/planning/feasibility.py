@@ -102,15 +102,13 @@ def smallest_pool(length: int, pool: Pool, degrees: Degrees = every_degree) -> i
     most = min(enough, pool.max_degree or MAX_RANKS, MAX_RANKS)
     first = -(-max(pool.ranks + 1, least) // pool.ep) * pool.ep
 
-    def holds(ranks: int) -> bool:
-        return memory_degree(length, replace(pool, ranks=ranks), degrees) is not None
-
-    if most == enough and not holds(most):
+    if most == enough and memory_degree(length, replace(pool, ranks=most, speeds=()), degrees) is None:
         return None
     sizes: Iterable[int] = range(first, most + 1, pool.ep)
     if pool.excluded:
-        sizes = [1 << e for e in range(most.bit_length()) if 1 << e in sizes]
-    return next((ranks for ranks in sizes if holds(ranks)), None)
+        powers = (1 << e for e in range(first.bit_length() - 1, MAX_RANKS.bit_length()))
+        sizes = [ranks for ranks in powers if ranks >= first and ranks % pool.ep == 0]
+    return next((n for n in sizes if memory_degree(length, replace(pool, ranks=n), degrees) is not None), None)
 
 
 def _too_long(batch: Batch, held: str, remedies: str) -> InfeasibleError:

@@ -65,6 +65,13 @@ def test_excluded_ranks_are_named_where_only_a_group_with_them_would_hold_the_se
         require_fit(Batch([1, 7000]), pool)
 
 
+def test_a_refusal_beside_excluded_ranks_stands_where_no_larger_pool_would_help_either() -> None:
+    """On two ranks and more, the padding of a single token takes the whole budget."""
+    pool = Pool(ranks=12, token_budget=3, heads=3, max_ulysses=1, sequence_parallel=3, speeds={0: 0, 8: 0.5, 11: 0})
+    with pytest.raises(InfeasibleError, match="raise the budget to 6 tokens, or drop"):
+        require_fit(Batch([5]), pool)
+
+
 def test_a_sequence_that_fits_unpadded_but_not_padded_gets_a_larger_degree_or_is_refused() -> None:
     ring = Pool(ranks=4, token_budget=9, heads=1)  # degree 2: 4 chunks, 4·4 = 16 of 18; degree 4: 8 chunks, 32 of 36
     assert memory_degree(17, ring) == 4
