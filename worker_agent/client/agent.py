@@ -1,9 +1,10 @@
 """One rank's planner: lengths go in early, plans come out in time, and all ranks run by the same one.
 
-A daemon thread per rank takes the submitted iterations in order. For each: lengths to the service; meet the other
-ranks (from here on the service's time counts, so a slow loader is no reason to fall back); fetch; agree. If any rank
-lacks the plan, or plans differ, all ranks gather the lengths and compute the same local plan, and compare digests
-again. The agent's collectives run on a process group of its own, beside the training's.
+A daemon thread per rank of the job, in every pipeline stage, takes the submitted iterations in order. For each:
+lengths to the service; meet the other ranks (from here on the service's time counts, so a slow loader is no reason to
+fall back); fetch; agree. If any rank lacks the plan, or plans differ, all ranks gather the lengths and compute the same
+local plan, and compare digests again. The agent's collectives run on a process group of its own, beside the
+training's.
 
 Guarantees: never a mix of plans, never a hang (`plan` returns or raises within `plan_timeout_s`), and no waiting in
 the steady state, which `PlanStep.wait_s` shows. It does not survive the death of a rank: the others get an error.
@@ -104,9 +105,11 @@ class _Answer:
 class PlanAgent:
     """Submits this rank's lengths, and has the iteration's plan ready when the step wants it.
 
-    `process_group` is a gloo group of the pool's ranks, in their order, that only the agent uses; None for a pool of
-    one rank. All ranks submit the same iterations in the same order; iterations may start anywhere (a checkpoint) and
-    may come again once their plan was taken. `source` is where plans are asked for, by default the service.
+    `rank` is the pool rank. `process_group` is a gloo group of all ranks of the job that only the agent uses, None for
+    one rank: of the pool, or with pipeline stages or tensor parallelism of every stage's pools; ranks that are the same
+    pool rank submit the same lengths. All ranks submit the same iterations in the same order; iterations may start
+    anywhere (a checkpoint) and may come again once their plan was taken. `source` is where plans are asked for, by
+    default the service.
     """
 
     def __init__(
@@ -119,7 +122,11 @@ class PlanAgent:
     ) -> None:
         self._config = config
         self._rank = rank
-        self._peers = Peers(process_group, rank, config.pool.ranks, config.agreement_timeout_s)
+        if not 0 <= rank < config.pool.ranks:
+            raise InvalidInputError(
+                Reason.INVALID_ARGUMENT, f"agent: rank {rank} is none of a pool of {config.pool.ranks} ranks"
+            )
+        self._peers = Peers(process_group, config.pool, config.agreement_timeout_s)
         self._client = PlannerClient(config.target, max_message_bytes=config.max_message_bytes)
         session = Session(self._client, config)
         self._source = source or ServiceSource(session, rank)
@@ -270,7 +277,7 @@ class PlanAgent:
             return answer.slice, PlanOrigin.SERVICE, ""
         if decision.verdict is Verdict.STOP:
             raise HydraCpError(decision.stop_reason or Reason.INTERNAL, f"{decision.why}. {answer.detail}".strip())
-        found = self._plan_locally(task, records["sequences"])
+        found = self._plan_locally(task, records)
         self._fallbacks += 1
         return found, PlanOrigin.LOCAL, decision.why
 
@@ -297,7 +304,8 @@ class PlanAgent:
         """Fetch the plan; after an iteration without connection, only once every rank is connected again."""
         connected = [Status(int(status)) not in CONNECTION for status in statuses]
         if self._disconnected and not all(connected):
-            return _Answer(Outcome(Status.SKIPPED if connected[self._rank] else Status(int(statuses[self._rank]))))
+            own = self._peers.place
+            return _Answer(Outcome(Status.SKIPPED if connected[own] else Status(int(statuses[own]))))
         self._doing = "fetching the plan"
         return self._fetch(task, time.monotonic() + self._config.fetch_timeout_s)
 
@@ -332,13 +340,14 @@ class PlanAgent:
                 f"{len(found.loaded)} other sequences than the {len(task.lengths)} that rank {self._rank} submitted",
             )
 
-    def _plan_locally(self, task: _Task, sizes: npt.NDArray[np.int64]) -> PlanSlice:
+    def _plan_locally(self, task: _Task, records: npt.NDArray[np.void]) -> PlanSlice:
         """The same local plan on every rank, or an error on every rank."""
         self._doing = "gathering every rank's lengths for a local plan"
-        shards = self._peers.gather_lengths(task.lengths, sizes)
+        shards = self._peers.gather_lengths(task.lengths, records)
         found, trouble, outcome = None, None, Outcome(Status.REFUSED)
         try:
             found = local_plan(self._config, shards[: self._config.shards], self._rank)
+            self._check_slice(task, found)
             outcome = Outcome(Status.PLANNED, found.digest)
         except Exception as error:  # whatever it is, the others are waiting to hear of it
             trouble = error
@@ -351,8 +360,8 @@ class PlanAgent:
             raise trouble
         raise HydraCpError(
             Reason.RANKS_DISAGREE,
-            f"local plans of iteration {task.iteration} do not agree: {decision.why}; every rank needs the same "
-            f"version of hydra-cp and the same AgentConfig",
+            f"local plans of iteration {task.iteration} do not agree: {trouble or decision.why}; every rank needs the "
+            "same version of hydra-cp, the same AgentConfig, and the same sequences as others of its pool rank",
         ) from trouble
 
     def _exchange(
@@ -360,11 +369,11 @@ class PlanAgent:
     ) -> npt.NDArray[np.void]:
         self._doing = f"waiting for {what}"
         return self._peers.gather_records(
-            record(task.iteration, step, outcome.status, sequences=sequences, digest=outcome.digest)
+            record(task.iteration, step, outcome.status, self._rank, sequences=sequences, digest=outcome.digest)
         )
 
     def _log(self, task: _Task, decision: Decision, detail: str) -> None:
-        """Say what changed; every rank says its own trouble, rank 0 also the common verdict."""
+        """Say what changed; every rank says its own trouble, the first also the common verdict."""
         why = "" if decision.verdict is Verdict.USE else decision.why
         if why == self._last_why:
             return
@@ -372,7 +381,7 @@ class PlanAgent:
         if not why:
             log.info("iteration %d: plans come from the scheduler at %s again", task.iteration, self._config.target)
         else:
-            level = logging.WARNING if detail or self._rank == 0 else logging.INFO
+            level = logging.WARNING if detail or self._peers.place == 0 else logging.INFO
             log.log(level, "iteration %d: all ranks %s: %s. %s", task.iteration, _DOES[decision.verdict], why, detail)
 
     def _fail(self, error: Exception) -> None:
@@ -397,7 +406,8 @@ class PlanAgent:
         with self._wake:
             queued = [task.iteration for task in self._queue]
         return (
-            f"rank {self._rank} of {self._config.pool.ranks} was {self._doing}; own plan {self._known or 'none'}; "
+            f"rank {self._peers.place} of the job, {self._rank} of a pool of {self._config.pool.ranks}, was "
+            f"{self._doing}; own plan {self._known or 'none'}; "
             f"iterations not resolved {queued[:8]}; time-outs {self._config.timeout_chain()}"
         )
 

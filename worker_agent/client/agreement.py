@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_service.domain import HydraCpError, InvalidInputError, Reason
+from scheduler_service.domain import HydraCpError, InvalidInputError, Pool, Reason
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,15 +127,25 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 RECORD = np.dtype(
-    [("iteration", "<i8"), ("step", "<i4"), ("status", "<i4"), ("sequences", "<i8"), ("digest", "u1", 16)]
+    [
+        ("iteration", "<i8"),
+        ("step", "<i4"),
+        ("status", "<i4"),
+        ("rank", "<i4"),
+        ("sequences", "<i4"),
+        ("digest", "u1", 16),
+    ]
 )
-"""What ranks tell each other: 40 bytes. `step` counts the exchanges of one iteration."""
+"""What ranks tell each other: 40 bytes. `step` counts the exchanges of one iteration, `rank` is the pool rank."""
 
 
-def record(iteration: int, step: int, status: Status, *, sequences: int = 0, digest: str = "") -> npt.NDArray[np.void]:
+def record(
+    iteration: int, step: int, status: Status, rank: int, *, sequences: int = 0, digest: str = ""
+) -> npt.NDArray[np.void]:
     """One rank's record, shape (1,)."""
     row = np.zeros(1, RECORD)
-    row["iteration"], row["step"], row["status"], row["sequences"] = iteration, step, status, sequences
+    row["iteration"], row["step"], row["status"] = iteration, step, status
+    row["rank"], row["sequences"] = rank, sequences
     if digest:
         row["digest"] = np.frombuffer(bytes.fromhex(digest), np.uint8)
     return row
@@ -150,21 +160,23 @@ def outcomes(records: npt.NDArray[np.void]) -> list[Outcome]:
 
 
 class Peers:
-    """The ranks of the pool, on a process group that nothing else uses; without one, a pool of one rank.
+    """All ranks of the job, on a process group that nothing else uses; without one, a job of one rank.
 
-    A collective that fails or times out leaves the group unusable: it is the end of the agent.
+    With tensor or pipeline parallelism several ranks are the same rank of `pool`: they load the same sequences and run
+    by the same plan, so all of them agree. `place` is this rank's among all. A collective that fails or times out
+    leaves the group unusable: it is the end of the agent.
     """
 
-    def __init__(self, process_group: ProcessGroup | None, rank: int, ranks: int, timeout_s: float) -> None:
-        found = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
-        if found != (rank, ranks):
+    def __init__(self, process_group: ProcessGroup | None, pool: Pool, timeout_s: float) -> None:
+        self.place, self._size = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
+        if self._size % (pool.ranks * pool.stages):
             raise InvalidInputError(
                 Reason.INVALID_ARGUMENT,
-                f"agent: rank {rank} of a pool of {ranks} was given a process group in which it is rank {found[0]} of "
-                f"{found[1]}; give a gloo group of exactly the pool's ranks, in their order",
+                f"agent: a pool of {pool.ranks} ranks × {pool.stages} stages was given a process group of "
+                f"{self._size}; give a gloo group of all ranks of the job, of every stage and tensor-parallel rank",
             )
         self._group = process_group
-        self._size = ranks
+        self._pool_ranks = pool.ranks
         self._timeout = timedelta(seconds=timeout_s)
 
     def gather(self, own: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
@@ -189,7 +201,7 @@ class Peers:
         return torch.cat(theirs).numpy().view(own.dtype)
 
     def gather_records(self, own: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Every rank's record, by rank. Raises `HydraCpError` where ranks are not at the same point."""
+        """Every rank's record, by place. Raises `HydraCpError` where ranks are apart, or are not the pool's."""
         records = self.gather(own)
         for name in ("iteration", "step"):
             if (records[name] != own[name]).any():
@@ -199,11 +211,19 @@ class Peers:
                     f"ranks are not at the same {name} (rank: {name} {where}); every rank submits the same iterations "
                     "in the same order",
                 )
+        found = np.bincount(records["rank"], minlength=self._pool_ranks)
+        if (found != self._size // self._pool_ranks).any():
+            raise HydraCpError(
+                Reason.RANKS_DISAGREE,
+                f"the job's {self._size} ranks say that they are pool ranks {records['rank'].tolist()[:64]}; each of "
+                f"the {self._pool_ranks} has to come {self._size // self._pool_ranks} times",
+            )
         return records
 
-    def gather_lengths(self, own: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """Every rank's lengths, by rank, when rank j holds `sizes[j]`."""
-        padded = np.zeros(max(1, int(sizes.max())), np.int64)
+    def gather_lengths(self, own: npt.NDArray[np.int64], records: npt.NDArray[np.void]) -> list[npt.NDArray[np.int64]]:
+        """The lengths by pool rank, when everybody holds what its record says; of the first that is this pool rank."""
+        padded = np.zeros(max(1, int(records["sequences"].max())), np.int64)
         padded[: len(own)] = own
-        rows = self.gather(padded).reshape(len(sizes), -1)
-        return [np.array(row[:size], np.int64) for row, size in zip(rows, sizes, strict=True)]
+        rows = self.gather(padded).reshape(len(records), -1)
+        _, firsts = np.unique(records["rank"], return_index=True)
+        return [np.array(rows[place, : records["sequences"][place]], np.int64) for place in firsts]

@@ -64,6 +64,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--batch", type=int, default=defaults.batch, help="documents of a global batch")
     add("--budget", type=int, default=defaults.pool.token_budget, help="token budget of a rank and microbatch")
     add("--ep", type=int, default=defaults.pool.ep, help="ranks that share one copy of the experts")
+    add("--stages", type=int, default=defaults.pool.stages, help="pipeline stages; ranks by stages are the pool")
     add("--attention", choices=("mla", "gqa"), default=defaults.model.attention, help="kind of attention")
     add("--lookahead", type=int, default=defaults.lookahead, help="iterations that are planned ahead")
     add("--fetch-timeout", type=float, default=defaults.fetch_timeout_s, help="seconds to wait for a plan")
@@ -79,10 +80,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _run_config(options: argparse.Namespace) -> RunConfig:
     defaults = RunConfig()
-    ranks = dist.get_world_size()
+    pool = replace(
+        defaults.pool,
+        ranks=dist.get_world_size() // max(1, options.stages),
+        token_budget=options.budget,
+        stages=options.stages,
+        ep=options.ep,
+    )
     return replace(
         defaults,
-        pool=replace(defaults.pool, ranks=ranks, token_budget=options.budget, ep=options.ep),
+        pool=pool,
         model=replace(defaults.model, attention=options.attention),
         cost=CostModel(theta=options.theta, tau=options.tau, overhead=options.overhead),
         policy=options.policy,
@@ -151,9 +158,9 @@ def _calibrate(options: argparse.Namespace) -> None:
 
 def _trainer(config: RunConfig, model: ModelConfig) -> Trainer:
     topology = build_topology(config.pool)
-    return Trainer(
-        LanguageModel(model, seed=config.seed, experts=topology.experts), config.pool, topology, config.optimizer
-    )
+    stage = topology.pipeline.stage
+    part = LanguageModel(model, seed=config.seed, experts=topology.experts, stage=stage, stages=config.pool.stages)
+    return Trainer(part, config.pool, topology, config.optimizer)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Per iteration the rank submits the lengths of iteration t + lookahead, takes the plan of t (which the agent has
 fetched meanwhile), runs it, and hands its timings to the agent. Rank 0 writes one JSON line per iteration
-(`metrics.jsonl`, the fields of `IterationRecord`); every rank writes which samples it has trained
+(`metrics.jsonl`, the fields of `IterationRecord`); every rank of the first stage writes which samples it has trained
 (`ledger-<rank>.jsonl`), so that anyone can check that each was trained exactly once.
 """
 
@@ -29,12 +29,12 @@ from worker_agent.training.sampler import Sampler
 from worker_agent.training.topology import Topology
 from worker_agent.training.trainer import StepResult, Trainer
 
-BYTE_KINDS = ("ulysses", "ring", "ep", "reroute")
+BYTE_KINDS = ("ulysses", "ring", "ep", "reroute", "pipeline")
 
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """One iteration over the whole pool: one line of `metrics.jsonl`."""
+    """One iteration over the whole job: one line of `metrics.jsonl`."""
 
     iteration: int
     loss: float
@@ -81,16 +81,17 @@ class Run:
         else:
             for stale in (*self.output.glob("ledger-*.jsonl"), self.output / "metrics.jsonl"):
                 stale.unlink(missing_ok=True)
-        dist.barrier(group=self.topology.pool)
+        dist.barrier(group=self.topology.job)
         for iteration in range(first, min(first + self.config.lookahead, self.config.iterations)):
             self._submit(iteration)
         for iteration in range(first, self.config.iterations):
             if iteration + self.config.lookahead < self.config.iterations:
                 self._submit(iteration + self.config.lookahead)
             record, step = self._iterate(iteration)
-            rank = self.topology.rank
-            _append_line(self.output / f"ledger-{rank}.jsonl", self._ledger_entry(iteration, step))
-            if rank == 0:
+            rank, is_first = self.topology.rank, self.topology.pipeline.is_first
+            if is_first:
+                _append_line(self.output / f"ledger-{rank}.jsonl", self._ledger_entry(iteration, step))
+            if is_first and rank == 0:
                 _append_line(self.output / "metrics.jsonl", asdict(record))
             if checkpoint_every and (iteration + 1) % checkpoint_every == 0:
                 save_checkpoint(checkpoints, iteration + 1, self.trainer)
@@ -133,17 +134,17 @@ class Run:
     def _record(
         self, iteration: int, step: PlanStep, result: StepResult, elapsed_s: float, sent: dict[str, int]
     ) -> IterationRecord:
-        """The pool's record, on every rank: two small all-reduces."""
+        """The job's record, on every rank: two small all-reduces."""
         plan, degrees = step.slice, self.config.pool.degrees
-        totals = torch.tensor(
-            [len(plan.loaded), int(plan.loaded_lengths.sum())]
-            + [int((plan.loaded_degree == degree).sum()) for degree in degrees]
-            + [sent.get(kind, 0) for kind in BYTE_KINDS]
-        )
+        loaded = [len(plan.loaded), int(plan.loaded_lengths.sum())]
+        loaded += [int((plan.loaded_degree == degree).sum()) for degree in degrees]
+        if not self.topology.pipeline.is_first:
+            loaded = [0] * len(loaded)  # every stage loads the same
+        totals = torch.tensor(loaded + [sent.get(kind, 0) for kind in BYTE_KINDS])
         longest = int(plan.loaded_lengths.max(initial=0))
         largest = torch.tensor([longest, step.wait_s, elapsed_s, *_loads(plan)], dtype=torch.float64)
-        dist.all_reduce(totals, group=self.topology.pool)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.pool)
+        dist.all_reduce(totals, group=self.topology.job)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.topology.job)
         sequences, tokens, *counts = totals.tolist()
         longest_tokens, wait_s, iteration_s, *loads = largest.tolist()
         return IterationRecord(

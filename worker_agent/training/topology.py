@@ -35,7 +35,7 @@ class Topology:
     pipeline: Pipeline
     """The same pool rank in every stage."""
     agent: dist.ProcessGroup
-    """The ranks of this stage again, for the plan agent's own thread alone."""
+    """All ranks of all stages again, for the plan agent's own thread alone."""
 
 
 def build_topology(pool: Pool) -> Topology:
@@ -61,10 +61,9 @@ def build_topology(pool: Pool) -> Topology:
     experts = _own_group(global_rank, by_experts)
     replicas = _own_group(global_rank, by_copy)
     line = _own_group(global_rank, by_pool_rank)
-    agent = _own_group(global_rank, by_stage, backend="gloo", alone=True)
+    agent = dist.new_group(backend="gloo")
     assert job is not None
     assert own_pool is not None
-    assert agent is not None
     return Topology(
         rank=rank,
         counters=counters,
@@ -78,9 +77,7 @@ def build_topology(pool: Pool) -> Topology:
     )
 
 
-def _own_group(
-    rank: int, partition: Sequence[Sequence[int]], *, backend: str | None = None, alone: bool = False
-) -> dist.ProcessGroup | None:
+def _own_group(rank: int, partition: Sequence[Sequence[int]], *, alone: bool = False) -> dist.ProcessGroup | None:
     """Create all groups of a partition of the ranks; the one that holds `rank`.
 
     Groups of one rank are made only if `alone`; without, None stands for them.
@@ -88,7 +85,7 @@ def _own_group(
     own = None
     for ranks in partition:
         if alone or len(ranks) > 1:
-            group = dist.new_group(list(ranks), backend=backend)
+            group = dist.new_group(list(ranks))
             if rank in ranks:
                 own = group
     return own

@@ -254,6 +254,28 @@ def test_a_shard_that_never_reaches_the_scheduler_costs_one_local_plan(scenes: S
         ]
 
 
+STAGES = Pool(ranks=2, token_budget=1024, stages=2)
+
+
+def _stages_load_different_data(rank: int, target: str) -> Any:
+    """Pool ranks 0 and 1, twice; the second stage's rank 1 has read another file."""
+    with PlanAgent(config(target, "apart", pool=STAGES), rank % 2, group()) as agent:
+        first = told([step(agent, rank % 2, 0)])
+        agent.submit(1, [77] if rank == 3 else lengths(1, rank % 2))
+        with pytest.raises(HydraCpError) as error:
+            agent.plan(1)
+        return first, error.value.reason, str(error.value)
+
+
+def test_stages_that_load_different_data_get_an_error_instead_of_a_plan(scenes: Scenes) -> None:
+    assert all(first == scenes["apart"][0][0] for first, _, _ in scenes["apart"])
+    assert scenes["apart"][0][0][0][1] == "service"
+    for _, reason, words in scenes["apart"]:
+        assert reason is Reason.RANKS_DISAGREE
+        assert "the same sequences as others of its pool rank" in words
+    assert "sequences than the 1 that rank 1 submitted" in scenes["apart"][3][2]
+
+
 def _errors(rank: int, target: str) -> Any:
     caught = []
     with PlanAgent(config(target, "wrong"), rank, group()) as agent:
@@ -338,6 +360,7 @@ SCENES = {
     "diverging": _one_diverges,
     "withheld": _withheld_for_good,
     "wrong": _errors,
+    "apart": _stages_load_different_data,
     "fenced": _fenced,
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from scheduler_service.domain import HydraCpError, InvalidInputError, Reason
+from scheduler_service.domain import HydraCpError, InvalidInputError, Pool, Reason
 from tests.support.ranks import run_ranks
 from worker_agent.client.agreement import Outcome, Peers, Status, Verdict, decide, outcomes, record
 
@@ -69,13 +69,14 @@ def test_a_long_list_of_ranks_is_cut_short() -> None:
 
 
 def _gather(rank: int) -> tuple[list[Outcome], list[list[int]], str]:
-    peers = Peers(dist.group.WORLD, rank, 3, timeout_s=30)
+    peers = Peers(dist.group.WORLD, Pool(ranks=3, token_budget=8), timeout_s=30)
     digest = "00" * 15 + f"{rank:02x}"  # ends and begins with zero bytes
-    records = peers.gather_records(record(5, 1, Status.PLANNED if rank else Status.FENCED, digest=digest))
-    sizes = np.array([2, 0, 3])
-    shards = peers.gather_lengths(np.arange(sizes[rank], dtype=np.int64) + 10 * rank, sizes)
+    size = (2, 0, 3)[rank]
+    status = Status.PLANNED if rank else Status.FENCED
+    records = peers.gather_records(record(5, 1, status, rank, sequences=size, digest=digest))
+    shards = peers.gather_lengths(np.arange(size, dtype=np.int64) + 10 * rank, records)
     with pytest.raises(HydraCpError) as caught:
-        peers.gather_records(record(6 + rank // 2, 0, Status.PLANNED))
+        peers.gather_records(record(6 + rank // 2, 0, Status.PLANNED, rank))
     assert caught.value.reason is Reason.RANKS_DISAGREE
     return outcomes(records), [shard.tolist() for shard in shards], str(caught.value)
 
@@ -89,12 +90,12 @@ def test_ranks_gather_records_and_ragged_lengths_and_notice_when_they_are_apart(
 
 
 def _peer_that_dies(rank: int, folder: str) -> Any:
-    peers = Peers(dist.group.WORLD, rank, 2, timeout_s=30)
-    peers.gather_records(record(0, 0, Status.PLANNED))
+    peers = Peers(dist.group.WORLD, Pool(ranks=2, token_budget=8), timeout_s=30)
+    peers.gather_records(record(0, 0, Status.PLANNED, rank))
     if rank == 1:
         os._exit(1)
     with pytest.raises(HydraCpError) as caught:
-        peers.gather_records(record(1, 0, Status.PLANNED))
+        peers.gather_records(record(1, 0, Status.PLANNED, rank))
     Path(folder, "error").write_text(f"{caught.value.reason}: {caught.value}")
 
 
@@ -104,6 +105,27 @@ def test_the_death_of_a_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
     assert (tmp_path / "error").read_text().startswith("RANKS_DISAGREE: the other ranks did not all answer")
 
 
-def test_a_process_group_that_is_not_the_pool_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"rank 3 of a pool of 4 .* rank 0 of 1"):
-        Peers(None, 3, 4, 1.0)
+def _columns(rank: int) -> tuple[int, list[list[int]], str]:
+    """Two tensor-parallel ranks beside each other × two pool ranks; then a rank that takes another's place."""
+    peers = Peers(dist.group.WORLD, Pool(ranks=2, token_budget=8), timeout_s=30)
+    lengths = np.array([[5, 6], [7]][rank // 2], np.int64)
+    records = peers.gather_records(record(0, 0, Status.PLANNED, rank // 2, sequences=len(lengths)))
+    shards = [shard.tolist() for shard in peers.gather_lengths(lengths, records)]
+    with pytest.raises(HydraCpError) as caught:
+        peers.gather_records(record(1, 0, Status.PLANNED, min(rank, 1)))
+    assert caught.value.reason is Reason.RANKS_DISAGREE
+    return peers.place, shards, str(caught.value)
+
+
+def test_ranks_that_are_the_same_pool_rank_count_once_and_each_pool_rank_as_often_as_the_others() -> None:
+    for rank, (place, shards, wrong) in enumerate(run_ranks(4, _columns)):
+        assert place == rank
+        assert shards == [[5, 6], [7]]
+        assert "4 ranks say that they are pool ranks [0, 1, 1, 1]; each of the 2 has to come 2 times" in wrong
+
+
+def test_a_process_group_that_no_job_of_the_pool_can_have_is_refused() -> None:
+    for pool in (Pool(ranks=4, token_budget=8), Pool(ranks=1, token_budget=8, stages=4)):
+        words = f"a pool of {pool.ranks} ranks × {pool.stages} stages was given a process group of 1"
+        with pytest.raises(InvalidInputError, match=words):
+            Peers(None, pool, 1.0)

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from scheduler_service.domain import Pool
 from tests.support.ranks import run_ranks
 from tests.support.scheduler import Scheduler, scheduler
-from worker_agent.client import AgentConfig, PlanAgent
+from worker_agent.client import AgentConfig, PlanAgent, PlannerClient
+from worker_agent.client.planner_client import FetchedPlan
+from worker_agent.client.session import Session
+from worker_agent.client.sources import ServiceSource
 from worker_agent.training.config import ModelConfig, RunConfig
 from worker_agent.training.documents import CorpusConfig, Documents, prepare_documents
 from worker_agent.training.model import LanguageModel
@@ -52,6 +56,21 @@ class Part:
     output: Path
     first: int = 0
     checkpoint_every: int = 0
+    late: bool = False
+    """Whether the last rank of the job is too late for the plan of `LATE_AT`."""
+
+
+LATE_AT = 1
+
+
+class Late(ServiceSource):
+    """The service's source, through which one plan does not come in time."""
+
+    def fetch(self, iteration: int, timeout_s: float) -> FetchedPlan:
+        if iteration != LATE_AT:
+            return super().fetch(iteration, timeout_s)
+        time.sleep(timeout_s)
+        return FetchedPlan(None, 0)
 
 
 def _train(rank: int, parts: Sequence[Part], target: str, documents: Path) -> None:
@@ -59,12 +78,21 @@ def _train(rank: int, parts: Sequence[Part], target: str, documents: Path) -> No
     for part in parts:
         config = part.config
         topology = build_topology(config.pool)
-        model = LanguageModel(config.model, experts=topology.experts)
+        stage, stages = topology.pipeline.stage, config.pool.stages
+        model = LanguageModel(config.model, experts=topology.experts, stage=stage, stages=stages)
         trainer = Trainer(model, config.pool, topology, config.optimizer)
         agent_config = AgentConfig(
-            target=target, job="test", attempt=part.attempt, pool=config.pool, policy=config.policy, cost=config.cost
+            target=target,
+            job="test",
+            attempt=part.attempt,
+            pool=config.pool,
+            policy=config.policy,
+            cost=config.cost,
+            fetch_timeout_s=config.fetch_timeout_s,
         )
-        with PlanAgent(agent_config, rank, topology.agent) as agent:
+        is_late = part.late and rank == dist.get_world_size() - 1
+        source = Late(Session(PlannerClient(target), agent_config), topology.rank) if is_late else None
+        with PlanAgent(agent_config, topology.rank, topology.agent, source=source) as agent:
             run = Run(config, Documents.load(documents), trainer, agent, part.output)
             run.train(part.first, part.checkpoint_every)
 
@@ -125,6 +153,36 @@ def test_the_loss_does_not_depend_on_the_policy(documents: Path, tmp_path: Path)
         assert [r["labels"] for r in records] == [r["labels"] for r in expected]
         assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)
         assert [r["gradient_norm"] for r in records] == pytest.approx([r["gradient_norm"] for r in expected], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_two_stages_run_by_the_plans_of_the_service_and_fall_back_together_if_one_rank_of_one_stage_has_none(
+    documents: Path, tmp_path: Path
+):
+    one_stage = replace(CONFIG, iterations=3)
+    staged = replace(one_stage, pool=replace(POOL, stages=2), fetch_timeout_s=3.0)
+    folders = calm, disturbed, whole = tmp_path / "calm", tmp_path / "disturbed", tmp_path / "whole"
+    for folder in folders:
+        folder.mkdir()
+    with scheduler() as service:
+        parts = [Part(staged, 0, calm), Part(staged, 1, disturbed, late=True)]
+        run_ranks(2 * RANKS, _train, parts, service.grpc, documents)
+        run_ranks(RANKS, _train, [Part(one_stage, 2, whole)], service.grpc, documents)
+    planned, fell_back, expected = (read_lines(folder / "metrics.jsonl") for folder in folders)
+
+    assert [record["origin"] for record in planned] == ["service"] * 3
+    assert [record["origin"] for record in fell_back] == ["service", "local", "service"]
+    assert fell_back[LATE_AT]["reason"] == "rank 7 got no plan from the scheduler in time"
+    # By the policy of local plans, so that it is the same plan, and the same training bit for bit.
+    for field in ("digest", "loss", "gradient_norm"):
+        assert [record[field] for record in fell_back] == [record[field] for record in planned], field
+    for staged_record, record in zip(planned, expected, strict=True):
+        for field in ("iteration", "labels", "sequences", "tokens", "longest_tokens"):
+            assert staged_record[field] == record[field], field
+        assert staged_record["loss"] == pytest.approx(record["loss"], rel=1e-4)
+        assert staged_record["bytes_sent"]["pipeline"] > 0 == record["bytes_sent"]["pipeline"]
+        samples = trained_samples(calm, record["iteration"])
+        assert samples == trained_samples(disturbed, record["iteration"]) == trained_samples(whole, record["iteration"])
 
 
 @contextmanager
