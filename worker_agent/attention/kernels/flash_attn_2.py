@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from worker_agent.attention.kernels.library import Library
-from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_widths
+from worker_agent.attention.kernels.varlen import PackageKernel, VarlenBlock
 
 
-class FlashAttention2Kernel(VarlenKernel):
+class FlashAttention2Kernel(PackageKernel):
     """flash_attn 2.7 and later."""
 
     name = "flash-attn-2"
@@ -21,31 +21,15 @@ class FlashAttention2Kernel(VarlenKernel):
     oldest_gpu = 8
 
     def __init__(self) -> None:
-        self._library = Library(
+        self.library = Library(
             "flash_attn.flash_attn_interface",
             "pip install --no-build-isolation 'flash-attn>=2.7'",
             {"_flash_attn_varlen_forward": ("window_size_left",), "_flash_attn_varlen_backward": ("window_size_left",)},
         )
 
-    def _library_refusal(self) -> str | None:
-        return self._library.refusal
-
-    def _widths(self, d_qk: int, d_v: int) -> tuple[int, int]:
-        return equal_widths(d_qk, d_v)
-
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: VarlenBlock) -> tuple[Tensor, Tensor]:
-        out, lse, _, _ = self._library.call(
-            "_flash_attn_varlen_forward",
-            q,
-            k,
-            v,
-            cu_seqlens_q=block.cu_q,
-            cu_seqlens_k=block.cu_k,
-            max_seqlen_q=block.longest_q,
-            max_seqlen_k=block.longest_k,
-            dropout_p=0.0,
-            softmax_scale=block.scale,
-            causal=block.causal,
+        out, lse, _, _ = self.library.call(
+            "_flash_attn_varlen_forward", q, k, v, **block.arguments, dropout_p=0.0, causal=block.causal
         )
         return out, lse
 
@@ -61,7 +45,7 @@ class FlashAttention2Kernel(VarlenKernel):
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        self._library.call(
+        self.library.call(
             "_flash_attn_varlen_backward",
             dout,
             q,
@@ -72,12 +56,8 @@ class FlashAttention2Kernel(VarlenKernel):
             dq,
             dk,
             dv,
-            cu_seqlens_q=block.cu_q,
-            cu_seqlens_k=block.cu_k,
-            max_seqlen_q=block.longest_q,
-            max_seqlen_k=block.longest_k,
+            **block.arguments,
             dropout_p=0.0,
-            softmax_scale=block.scale,
             causal=block.causal,
             window_size_left=-1,
             window_size_right=-1,

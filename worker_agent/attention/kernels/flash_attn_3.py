@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from worker_agent.attention.kernels.library import Library
-from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_or_latent_widths
+from worker_agent.attention.kernels.varlen import PackageKernel, VarlenBlock, equal_or_latent_widths
 
 
-class FlashAttention3Kernel(VarlenKernel):
+class FlashAttention3Kernel(PackageKernel):
     """flash_attn_3."""
 
     name = "flash-attn-3"
@@ -22,31 +22,17 @@ class FlashAttention3Kernel(VarlenKernel):
     widest_deterministic = 192
 
     def __init__(self) -> None:
-        self._library = Library(
+        self.library = Library(
             "flash_attn_interface",
             "build flash_attn_3 from the hopper folder of github.com/Dao-AILab/flash-attention, December 2025 or later",
             {"_flash_attn_forward": ("cu_seqlens_q", "window_size_left"), "_flash_attn_backward": ("is_causal",)},
         )
 
-    def _library_refusal(self) -> str | None:
-        return self._library.refusal
-
     def _widths(self, d_qk: int, d_v: int) -> tuple[int, int]:
         return equal_or_latent_widths(d_qk, d_v)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: VarlenBlock) -> tuple[Tensor, Tensor]:
-        out, lse, _, _ = self._library.call(
-            "_flash_attn_forward",
-            q,
-            k,
-            v,
-            cu_seqlens_q=block.cu_q,
-            cu_seqlens_k=block.cu_k,
-            max_seqlen_q=block.longest_q,
-            max_seqlen_k=block.longest_k,
-            softmax_scale=block.scale,
-            causal=block.causal,
-        )
+        out, lse, _, _ = self.library.call("_flash_attn_forward", q, k, v, **block.arguments, causal=block.causal)
         return out, lse
 
     def _backward(
@@ -61,7 +47,7 @@ class FlashAttention3Kernel(VarlenKernel):
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        self._library.call(
+        self.library.call(
             "_flash_attn_backward",
             dout,
             q,
@@ -69,14 +55,10 @@ class FlashAttention3Kernel(VarlenKernel):
             v,
             out,
             lse,
-            cu_seqlens_q=block.cu_q,
-            cu_seqlens_k=block.cu_k,
-            max_seqlen_q=block.longest_q,
-            max_seqlen_k=block.longest_k,
+            **block.arguments,
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=block.scale,
             is_causal=block.causal,
             deterministic=deterministic,
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from worker_agent.attention.kernels.library import Library
-from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_or_latent_widths
+from worker_agent.attention.kernels.varlen import PackageKernel, VarlenBlock, equal_or_latent_widths
 
 
-class FlashAttention4Kernel(VarlenKernel):
+class FlashAttention4Kernel(PackageKernel):
     """flash_attn.cute."""
 
     name = "flash-attn-4"
@@ -21,7 +21,7 @@ class FlashAttention4Kernel(VarlenKernel):
     oldest_gpu, newest_gpu = 9, 11
 
     def __init__(self) -> None:
-        self._library = Library(
+        self.library = Library(
             "flash_attn.cute.interface",
             "pip install --pre flash-attn-4",
             {
@@ -30,26 +30,13 @@ class FlashAttention4Kernel(VarlenKernel):
             },
         )
 
-    def _library_refusal(self) -> str | None:
-        return self._library.refusal
-
     def _widths(self, d_qk: int, d_v: int) -> tuple[int, int]:
         widths = equal_or_latent_widths(d_qk, d_v)
         return (256, 256) if 128 < widths[1] < 256 else widths
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: VarlenBlock) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._library.call(
-            "_flash_attn_fwd",
-            q,
-            k,
-            v,
-            cu_seqlens_q=block.cu_q,
-            cu_seqlens_k=block.cu_k,
-            max_seqlen_q=block.longest_q,
-            max_seqlen_k=block.longest_k,
-            softmax_scale=block.scale,
-            causal=block.causal,
-            return_lse=True,
+        out, lse, *_ = self.library.call(
+            "_flash_attn_fwd", q, k, v, **block.arguments, causal=block.causal, return_lse=True
         )
         return out, lse
 
@@ -64,7 +51,7 @@ class FlashAttention4Kernel(VarlenKernel):
         block: VarlenBlock,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = self._library.call(
+        dq, dk, dv = self.library.call(
             "_flash_attn_bwd",
             q,
             k,
@@ -72,11 +59,7 @@ class FlashAttention4Kernel(VarlenKernel):
             out,
             dout,
             lse,
-            cu_seqlens_q=block.cu_q,
-            cu_seqlens_k=block.cu_k,
-            max_seqlen_q=block.longest_q,
-            max_seqlen_k=block.longest_k,
-            softmax_scale=block.scale,
+            **block.arguments,
             causal=block.causal,
             deterministic=deterministic,
         )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_widths
+from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel
 
 OLDEST_TORCH = "2.10"
 """The first release with `varlen_attn`, whose log-sum-exp is (heads, tokens)."""
@@ -31,9 +31,6 @@ class TorchVarlenKernel(VarlenKernel):
         if torch.__version__ < OLDEST_TORCH:
             return f"needs PyTorch {OLDEST_TORCH}, this is {torch.__version__}"
         return None
-
-    def _widths(self, d_qk: int, d_v: int) -> tuple[int, int]:
-        return equal_widths(d_qk, d_v)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: VarlenBlock) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward.default(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch.nn.functional import pad
 
 from scheduler_service.domain import InvalidInputError, Reason
 from worker_agent.attention.kernels.contract import accumulation_dtype
-from worker_agent.attention.kernels.library import gpu_refusal
+from worker_agent.attention.kernels.library import Library, gpu_refusal
 from worker_agent.attention.layout import Rows, Segments
 
 WIDTH_MULTIPLE = 8
@@ -45,6 +46,17 @@ class VarlenBlock:
     scale: float
     causal: bool
     """Only where all sequences have as many keys as queries."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All but the mask, by the names that every release of FlashAttention has for them."""
+        return {
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_k,
+            "max_seqlen_q": self.longest_q,
+            "max_seqlen_k": self.longest_k,
+            "softmax_scale": self.scale,
+        }
 
 
 class VarlenKernel(ABC):
@@ -76,9 +88,9 @@ class VarlenKernel(ABC):
     def _library_refusal(self) -> str | None:
         """Why the library cannot be called, on whatever GPU; None if it can."""
 
-    @abstractmethod
     def _widths(self, d_qk: int, d_v: int) -> tuple[int, int]:
-        """Widths of the instance that serves such heads."""
+        """Widths of the instance that serves such heads: here, of a library whose heads are all of one width."""
+        return equal_widths(d_qk, d_v)
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: VarlenBlock) -> tuple[Tensor, Tensor]:
@@ -162,8 +174,17 @@ class VarlenKernel(ABC):
             )
 
 
+class PackageKernel(VarlenKernel):
+    """A `VarlenKernel` whose library is a package of its own, which may be missing."""
+
+    library: Library
+
+    def _library_refusal(self) -> str | None:
+        return self.library.refusal
+
+
 def equal_widths(d_qk: int, d_v: int) -> tuple[int, int]:
-    """Widths for a library whose heads are all of one width."""
+    """The next width that a library of equal ones has."""
     width = -(-max(d_qk, d_v) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     return width, width
 
