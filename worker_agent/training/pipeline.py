@@ -33,6 +33,9 @@ class Operation(NamedTuple):
     microbatch: int
     backward: bool
 
+    def __str__(self) -> str:
+        return f"the {'backward' if self.backward else 'forward'} of microbatch {self.microbatch}"
+
 
 def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Operation]:
     """What `stage` of `stages` runs, in order (PipeDream-flush; Narayanan et al. 2021, arXiv 2104.04473)."""
@@ -82,6 +85,7 @@ class Pipeline:
 
         `shapes[m]` is what microbatch m has between stages. `forward(m, x)` maps what came from the stage before
         (None on the first) to what goes to the next, or on the last stage to the scalar whose gradient is wanted.
+        An error gets a note that says in which operation it came up.
         """
         times = PipelineTimes([0.0] * len(shapes), [0.0] * len(shapes))
         inputs: dict[int, Tensor | None] = {}
@@ -92,16 +96,20 @@ class Pipeline:
         for operation, following in zip_longest(operations, operations[1:]):
             index, began = operation.microbatch, time.perf_counter()
             result: Tensor | None
-            if operation.backward:
-                torch.autograd.backward(outputs.pop(index), arrived)
-                entered = inputs.pop(index)
-                result = None if entered is None else entered.grad
-                times.backward_s[index] = time.perf_counter() - began
-            else:
-                inputs[index] = None if arrived is None else arrived.requires_grad_()
-                result = outputs[index] = forward(index, inputs[index])
-                times.forward_s[index] = time.perf_counter() - began
-            arrived = messages.exchange(operation, result, following)
+            try:
+                if operation.backward:
+                    torch.autograd.backward(outputs.pop(index), arrived)
+                    entered = inputs.pop(index)
+                    result = None if entered is None else entered.grad
+                    times.backward_s[index] = time.perf_counter() - began
+                else:
+                    inputs[index] = None if arrived is None else arrived.requires_grad_()
+                    result = outputs[index] = forward(index, inputs[index])
+                    times.forward_s[index] = time.perf_counter() - began
+                arrived = messages.exchange(operation, result, following)
+            except Exception as error:
+                error.add_note(f"in {operation}, {len(shapes)} microbatches, on stage {self.stage} of {self.stages}")
+                raise
         messages.finish()
         return times
 

@@ -64,9 +64,16 @@ class Trainer:
         `tokens` and `labels` are the sequences that this rank loaded, in the order of `plan.loaded`; int64, shape
         (length,). Every stage loads the same; stages after the first read labels only. A collective over the job.
         Raises `FloatingPointError`, on every rank alike and before any weight has changed, when the gradient is not
-        finite.
+        finite. Another error, as of a collective that timed out, gets notes that say what this rank was doing, so that
+        the ranks' messages put side by side show where they parted.
         """
-        result = self.compute_gradients(plan, tokens, labels)
+        try:
+            result = self.compute_gradients(plan, tokens, labels)
+        except Exception as error:
+            error.add_note(
+                f"iteration {iteration}, plan {plan.digest}, pool rank {self.topology.rank}, on {_runs(plan)}"
+            )
+            raise
         if not math.isfinite(result.gradient_norm):
             raise FloatingPointError(
                 f"iteration {iteration}: the gradient's norm is {result.gradient_norm} and the loss {result.loss}; "
@@ -122,3 +129,11 @@ class Trainer:
             counts = mixture.counts.clone()
             dist.all_reduce(counts, group=self.topology.pool)
             mixture.update_bias(counts, self.config.bias_step)
+
+
+def _runs(plan: PlanSlice) -> str:
+    """Where the slice's ranks run each microbatch, in words."""
+    told = zip(plan.group_microbatch.tolist(), plan.group_start.tolist(), plan.group_degree.tolist(), strict=True)
+    return (
+        ", ".join(f"ranks {start}–{start + degree - 1} in microbatch {mb}" for mb, start, degree in told) or "dummies"
+    )
