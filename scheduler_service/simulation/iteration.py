@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from scheduler_service.domain import Batch, CostModel, Plan, Pool
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
+from scheduler_service.simulation.coupling import coupling_of
 from scheduler_service.simulation.loads import GroupLoads, group_loads
 from scheduler_service.simulation.pipeline import PipelineReplay, replay_pipeline
 from scheduler_service.simulation.spans import pipeline_spans
@@ -95,21 +96,13 @@ def _maxima_of_ep_groups(groups: GroupLoads, pool: Pool, microbatches: int) -> t
 
     As a rank of full speed would need for them: over the speed of the group.
     """
-    pipelines, ep = pool.ranks // pool.ep, pool.ep
-    first, last = groups.start // ep, (groups.start + groups.degree - 1) // ep
+    coupling = coupling_of(groups, microbatches, pool.ranks, pool.ep)
+    slots = (groups.microbatch, groups.start // pool.ep)  # a group is in the first EP group that it reaches into
 
-    # CP groups are intervals of EP groups: cells that one of them ties to the cell on their left.
-    ties = np.zeros((microbatches, pipelines + 1), np.int32)
-    np.add.at(ties, (groups.microbatch, first + 1), 1)
-    np.add.at(ties, (groups.microbatch, last + 1), -1)
-    tied = np.cumsum(ties, axis=1)[:, :-1] > 0
-    heads = np.flatnonzero(~tied)
-    sizes = np.diff(heads, append=tied.size)
-
-    def spread(values: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> Seconds:
-        cells = np.zeros((microbatches, pipelines))
-        np.maximum.at(cells, (groups.microbatch, first), values)
-        return np.repeat(np.maximum.reduceat(cells.ravel(), heads), sizes).reshape(cells.shape).T
+    def spread(values: Seconds) -> Seconds:
+        cells = np.zeros(coupling.shape)
+        np.maximum.at(cells, slots, values)
+        return coupling.maximum(cells).T
 
     speed = pool.speeds_of(groups.start, groups.degree)
     return spread(groups.load / speed), spread(groups.tokens / speed)
