@@ -10,7 +10,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from scheduler_service.domain import InvalidInputError, Pool, Reason
+from scheduler_service.domain.pool import Speeds
 from scheduler_service.simulation.hardware import Hardware
 from scheduler_service.simulation.models import Matrix, Model, weights
 
@@ -95,6 +99,8 @@ class Cluster:
     reserved_bytes: float = 8e9
     """GPU memory that the model cannot have: NCCL, CUDA context, fragments (5…10 GB)."""
     dollars_per_gpu_hour: float = 2.0
+    speeds: Speeds = ()
+    """Slow ranks, and with speed 0 those that get no sequence, as in `Pool`. Of a rank, all its TP×PP GPUs."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "stages", "chunks", "gradient_bytes"):
@@ -111,7 +117,7 @@ class Cluster:
             raise self._invalid(f"tp {self.tp} does not divide the {self.hardware.gpus_per_node} GPUs of a node")
         if self.expert_load < 1 or self.reserved_bytes < 0 or self.bucket_parameters <= 0:
             raise self._invalid("expert_load is 1 or more, reserved_bytes 0 or more, bucket_parameters above 0")
-        _ = self.pool  # its own checks: ranks, token_budget, ep
+        object.__setattr__(self, "speeds", self.pool.speeds)  # checked there, like ranks, token_budget, ep
 
     def _invalid(self, message: str) -> InvalidInputError:
         return InvalidInputError(Reason.INVALID_ARGUMENT, f"cluster {self.name}: {message}")
@@ -135,7 +141,14 @@ class Cluster:
             node=self.hardware.gpus_per_node // self.tp,
             microbatch_multiple=self.stages if self.chunks > 1 else 1,
             sequence_parallel=self.tp,
+            speeds=self.speeds,
         )
+
+    @property
+    def working_speeds(self) -> npt.NDArray[np.float64]:
+        """Speed of each rank, (ranks,): 1 for those that are excluded, for it is not known how slow they are."""
+        speeds = self.pool.group_speeds(1)
+        return np.where(speeds > 0, speeds, 1.0)
 
     def with_engine(self, engine: Engine) -> Cluster:
         """The same job with another engine."""

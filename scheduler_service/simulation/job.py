@@ -5,7 +5,9 @@ groups that reach into several EP groups tie these for the microbatch. Times are
 for every GPU they add up to the iteration to the last bit: that is checked on every run.
 
 Approximations: routing is uniform; layers of a kind are alike, so the sum over layers of a maximum is layers ×
-maximum; a dense layer ends with a barrier too; a microbatch's message between stages is as long as the mean one.
+maximum; a dense layer ends with a barrier too; a microbatch's message between stages is as long as the mean one. A slow
+rank computes slowly and exchanges at full speed; all ranks of its CP group run at its pace; without a sequence its
+launches, and the experts of an excluded rank, are taken for fast.
 """
 
 from __future__ import annotations
@@ -106,8 +108,10 @@ class Simulation:
 def simulate(plan: Plan, batch: Batch, cluster: Cluster, *, scheduling_s: float = 0.0) -> Simulation:
     """Run `plan` on `cluster`. `scheduling_s`: seconds of planning that the iteration waits for.
 
-    Raises `InvalidInputError` where the plan was made for another pool. Cost: O(N log N + M·G + p·M·G/E), memory
-    O(N + M·G).
+    The ranks are as fast as the cluster says, whatever the plan took them for. Raises `InvalidInputError` where the
+    plan was made for another pool, or has a group on a rank that the cluster excludes.
+
+    Cost: O(N log N + M·G + p·M·G/E), memory O(N + M·G).
     """
     pool = plan.header.pool
     if (pool.ranks, pool.ep, pool.stages) != (cluster.ranks, cluster.ep, cluster.stages):
@@ -117,6 +121,7 @@ def simulate(plan: Plan, batch: Batch, cluster: Cluster, *, scheduling_s: float 
             f"{cluster.ranks}, {cluster.ep}, {cluster.stages}: plan for the cluster's own pool",
         )
     groups = group_loads(plan, batch)
+    _require_no_excluded(groups, cluster)
     work = _Work.of(cluster, groups, plan.header.microbatches)
     layers = np.array([[getattr(stage, kind) for kind in KINDS] for stage in cluster.stage_layers], float)
 
@@ -153,6 +158,17 @@ def simulate(plan: Plan, batch: Batch, cluster: Cluster, *, scheduling_s: float 
     )
 
 
+def _require_no_excluded(groups: GroupLoads, cluster: Cluster) -> None:
+    speed = cluster.pool.speeds_of(groups.start, groups.degree)
+    if not speed.all():
+        start, degree = (int(column[speed.argmin()]) for column in (groups.start, groups.degree))
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT,
+            f"the plan has a group on ranks {start} … {start + degree - 1}, of which cluster {cluster.name} excludes "
+            "some: plan for the cluster's own pool",
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _Work:
     """A plan's microbatches in seconds of one layer of each kind: arrays (kinds, 2, microbatches, …)."""
@@ -186,7 +202,10 @@ class _Work:
         by_ep_group = (microbatches, cluster.ranks // cluster.ep, cluster.ep)
         most = own.reshape(*own.shape[:2], *by_ep_group).max(axis=-1)
         exchanges = expert_layer(
-            cluster, tokens.reshape(by_ep_group).max(axis=-1), tokens.reshape(by_ep_group).mean(axis=-1)
+            cluster,
+            tokens.reshape(by_ep_group).max(axis=-1),
+            tokens.reshape(by_ep_group).mean(axis=-1),
+            cluster.working_speeds.reshape(-1, cluster.ep).min(axis=1),
         )
         alone = most.copy()
         alone[KINDS.index("moe")] += exchanges.seconds
@@ -204,10 +223,11 @@ def _group_columns(
     degree = np.append(groups.degree, 1)
     tokens = np.append(groups.tokens, 0).astype(float)
     squares = np.append(groups.load * groups.degree, 0.0)
+    speed = np.append(cluster.pool.speeds_of(groups.start, groups.degree), 1.0)
     # How many ranks each stands for: the empty one for all that have no sequence in a microbatch.
     ranks = np.append(groups.degree, microbatches * cluster.ranks - int(groups.degree.sum())).astype(float)
     of_group = np.zeros((len(KINDS), 2, len(degree)))
-    of_group[KINDS.index("head")] = head(cluster, tokens)
+    of_group[KINDS.index("head")] = head(cluster, tokens, speed)
     parts: dict[str, dict[str, float]] = {"head": {"head and loss": float((of_group[-1] * ranks).sum())}}
     traffic: dict[str, dict[str, npt.NDArray[np.float64]]] = {"head": {}}
     present = {"dense": cluster.model.dense_layers > 0, "moe": cluster.model.moe_layers > 0}
@@ -216,7 +236,7 @@ def _group_columns(
         for each in np.unique(degree).tolist():
             mine = np.flatnonzero(degree == each)
             documents = Documents(tokens[mine] * each, squares[mine])
-            layer = own_layer(cluster, each, documents, tokens[mine], moe=kind == "moe")
+            layer = own_layer(cluster, each, documents, tokens[mine], moe=kind == "moe", speed=speed[mine])
             of_group[KINDS.index(kind)][:, mine] = layer.seconds
             _add_layer(parts[kind], traffic[kind], layer, ranks[mine])
     return of_group, parts, traffic
@@ -265,7 +285,8 @@ def _after(cluster: Cluster, sync: GradientSync, replay: PipelineReplay, times: 
     gather_s = sync.exposed_gather_s(times[0, :, 0].min(axis=-1), cluster.gradient_overlap)
     ends = replay.stage_end.max(axis=0) + reduce_s
     reduced_s = max(0.0, float(ends.max() - replay.span.max()))
-    return float(rounded(reduced_s + gather_s.max())), float(rounded(sync.step_s.max()))
+    step_s = sync.step_s.max() / cluster.working_speeds.min()
+    return float(rounded(reduced_s + gather_s.max())), float(rounded(step_s))
 
 
 def _rank_times(cluster: Cluster, work: _Work, layers: Seconds, replay: PipelineReplay) -> RankTimes:

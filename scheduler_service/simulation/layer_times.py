@@ -100,21 +100,26 @@ class ExpertLayer:
         return self.exchange + self.experts
 
 
-def own_layer(cluster: Cluster, degree: int, documents: Documents, tokens: Column, *, moe: bool) -> OwnLayer:
-    """A layer of groups of this degree. `tokens`: on each rank, padding included."""
+def own_layer(
+    cluster: Cluster, degree: int, documents: Documents, tokens: Column, *, moe: bool, speed: Column | float = 1.0
+) -> OwnLayer:
+    """A layer of groups of this degree. `tokens`: on each rank, padding included; `speed`: of its slowest rank.
+
+    What is computed takes 1/speed of the time; exchanges take as long as ever, and have more to hide behind.
+    """
     shape = cluster.pool.shape(degree)
     cut = GroupCut(cluster.tp, shape.ulysses, shape.ring, launches=shape.ring)
     gpu, model = cluster.hardware, cluster.model
-    forward = attention_forward_s(gpu, model.attention, documents, cut)
-    backward = attention_backward_s(gpu, model.attention, documents, cut)
-    ulysses, ulysses_exposed = _ulysses(cluster, shape.ulysses, tokens)
+    forward = attention_forward_s(gpu, model.attention, documents, cut) / speed
+    backward = attention_backward_s(gpu, model.attention, documents, cut) / speed
+    ulysses, ulysses_exposed = _ulysses(cluster, shape.ulysses, tokens, speed)
     ring, ring_exposed = _ring(cluster, degree, cut, tokens, (forward, backward))
     tensor = ring_collective(gpu, BYTES * model.hidden * tokens, team_of(gpu, cluster.tp))
     collectives = 2 if moe else 4  # a gather and a scatter around attention, and around a dense feed-forward network
     passes = _passes(cluster)
     return OwnLayer(
         attention=_both(cluster, forward, backward),
-        linear=_both(cluster, *_linear(cluster, tokens, moe=moe)),
+        linear=_both(cluster, *(seconds / speed for seconds in _linear(cluster, tokens, moe=moe))),
         context_parallel=_both(cluster, *(u + r for u, r in zip(ulysses_exposed, ring_exposed, strict=True))),
         tensor_parallel=_both(cluster, *2 * (collectives * tensor.seconds,)),
         ulysses_traffic=_times(passes, ulysses),
@@ -123,10 +128,13 @@ def own_layer(cluster: Cluster, degree: int, documents: Documents, tokens: Colum
     )
 
 
-def expert_layer(cluster: Cluster, most_tokens: Column, mean_tokens: Column) -> ExpertLayer:
+def expert_layer(
+    cluster: Cluster, most_tokens: Column, mean_tokens: Column, speed: Column | float = 1.0
+) -> ExpertLayer:
     """Dispatch, experts, combine of EP groups whose fullest rank has `most_tokens`, and whose ranks have `mean_tokens`.
 
-    Routing is uniform: each GPU's experts get an equal share of the group's tokens, times the cluster's expert load.
+    Routing is uniform: each GPU's experts get an equal share of the group's tokens, times the cluster's expert load. So
+    the group waits for the experts of its slowest rank, whose `speed` this is, whether it has sequences or not.
     Dispatch and combine end when the fullest rank has sent, or received, all of its tokens.
     """
     gpu, model, experts = cluster.hardware, cluster.model, cluster.model.experts
@@ -150,17 +158,17 @@ def expert_layer(cluster: Cluster, most_tokens: Column, mean_tokens: Column) -> 
         backward = backward + moving_s(gpu, BYTES * rows * 3 * experts.width, launches=1)
     return ExpertLayer(
         exchange=_both(cluster, 2 * sent.seconds, 2 * sent.seconds),
-        experts=_both(cluster, products + moved, backward),
+        experts=_both(cluster, (products + moved) / speed, backward / speed),
         traffic=_times(2 * _passes(cluster), sent),
     )
 
 
-def head(cluster: Cluster, tokens: Column) -> Seconds:
+def head(cluster: Cluster, tokens: Column, speed: Column | float = 1.0) -> Seconds:
     """Output head and loss of one microbatch, (2, groups). The loss reads and writes logits in FP32."""
     gpu, columns = cluster.hardware, cluster.model.vocabulary / cluster.tp
     product = product_s(gpu, tokens, cluster.model.hidden, columns)
     loss = moving_s(gpu, tokens * columns * (BYTES + 2 * 4), launches=3)
-    return rounded(np.stack((product + loss, BACKWARD_PRODUCTS * product + loss)), cluster.chunks)
+    return rounded(np.stack((product + loss, BACKWARD_PRODUCTS * product + loss)) / speed, cluster.chunks)
 
 
 def _linear(cluster: Cluster, tokens: Column, *, moe: bool) -> tuple[Column, Column]:
@@ -179,7 +187,9 @@ def _linear(cluster: Cluster, tokens: Column, *, moe: bool) -> tuple[Column, Col
     return products + moves, backward
 
 
-def _ulysses(cluster: Cluster, ulysses: int, tokens: Column) -> tuple[Transfer, tuple[Column, Column]]:
+def _ulysses(
+    cluster: Cluster, ulysses: int, tokens: Column, speed: Column | float
+) -> tuple[Transfer, tuple[Column, Column]]:
     """All that Ulysses sends in a forward, and what of it is exposed, forward and backward.
 
     Overlapped, queries travel while keys and values are projected, and keys and values beside the gate's projection;
@@ -197,7 +207,7 @@ def _ulysses(cluster: Cluster, ulysses: int, tokens: Column) -> tuple[Transfer, 
     if not (hybrid and cluster.exchange_overlap):
         return whole, (whole.seconds, whole.seconds)
     covers = [
-        products_s(gpu, tuple(m for m in model.attention_matrices if m.part is part), tokens, cluster.tp)
+        products_s(gpu, tuple(m for m in model.attention_matrices if m.part is part), tokens, cluster.tp) / speed
         for part in (Part.KEY_VALUE, Part.GATE)
     ]
     query, key_value, output = (part.seconds for part in parts)

@@ -22,7 +22,7 @@ from scheduler_service.simulation.loads import rank_loads
 from scheduler_service.simulation.models import Experts, GroupedQuery, Latent, Model
 from scheduler_service.simulation.operators import Documents
 from scheduler_service.simulation.presets import load_cluster, load_hardware
-from tests.support.strategies import batches, random_plan
+from tests.support.strategies import batches, random_plan, slowed
 
 MODEL = Model(
     name="small", layers=7, hidden=512, vocabulary=8192, dense_layers=2, dense_width=1536,
@@ -49,15 +49,24 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 def loop_over_ranks(plan: Plan, batch: Batch, cluster: Cluster) -> np.ndarray:
     """Forward and backward seconds, (2, EP groups, stages, microbatches), by the words of the model, rank by rank."""
-    loads, ep = rank_loads(plan, batch), cluster.ep
+    loads, ep, speeds = rank_loads(plan, batch), cluster.ep, dict(cluster.speeds)
     microbatches, ep_groups = plan.header.microbatches, cluster.ranks // ep
     found = np.zeros((2, ep_groups, cluster.stages, microbatches))
 
-    def own(rank: int, microbatch: int, moe: bool) -> np.ndarray:
-        degree = max(1, int(loads.degree[rank, microbatch]))
+    def own_of(rank: int, microbatch: int) -> tuple[int, np.ndarray, Documents, float]:
+        degree, start = max(1, int(loads.degree[rank, microbatch])), int(loads.start[rank, microbatch])
         tokens = np.array([float(loads.tokens[rank, microbatch])])
         documents = Documents(tokens * degree, np.array([loads.load[rank, microbatch] * degree]))
-        return own_layer(cluster, degree, documents, tokens, moe=moe).seconds[:, 0]
+        slowest = min((speeds.get(r, 1.0) for r in range(start, start + degree)), default=1.0) if start >= 0 else 1.0
+        return degree, tokens, documents, slowest
+
+    def own(rank: int, microbatch: int, moe: bool) -> np.ndarray:
+        degree, tokens, documents, speed = own_of(rank, microbatch)
+        return own_layer(cluster, degree, documents, tokens, moe=moe, speed=speed).seconds[:, 0]
+
+    def own_head(rank: int, microbatch: int) -> np.ndarray:
+        _, tokens, _, speed = own_of(rank, microbatch)
+        return head(cluster, tokens, speed)[:, 0]
 
     for m in range(microbatches):
         here = np.flatnonzero(plan.microbatch == m)
@@ -70,14 +79,15 @@ def loop_over_ranks(plan: Plan, batch: Batch, cluster: Cluster) -> np.ndarray:
         for e in range(ep_groups):
             ranks = range(e * ep, (e + 1) * ep)
             tokens = loads.tokens[e * ep : (e + 1) * ep, m]
-            together = expert_layer(cluster, np.array([float(tokens.max())]), np.array([float(tokens.mean())]))
+            most, mean = np.array([float(tokens.max())]), np.array([float(tokens.mean())])
+            together = expert_layer(cluster, most, mean, min(speeds.get(rank, 1.0) or 1.0 for rank in ranks))
             for moe in (False, True):
                 if (cluster.model.moe_layers if moe else cluster.model.dense_layers) == 0:
                     layer[e, moe] = np.zeros(2)
                     continue
                 slowest = np.max([own(rank, m, moe) for rank in ranks], axis=0)
                 layer[e, moe] = slowest + (together.seconds[:, 0] if moe else 0)
-            layer[e, "head"] = head(cluster, np.array([float(tokens.max())]))[:, 0]
+            layer[e, "head"] = np.max([own_head(rank, m) for rank in ranks], axis=0)
         for team in teams:
             for moe in (False, True):
                 slowest = np.max([layer[e, moe] for e in team], axis=0)
@@ -93,9 +103,11 @@ def loop_over_ranks(plan: Plan, batch: Batch, cluster: Cluster) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_times_are_those_of_a_loop_over_ranks_and_every_gpu_s_time_adds_up_exactly(data: st.DataObject) -> None:
+    random = Random(data.draw(st.integers(0, 999)))
     cluster = data.draw(clusters())
+    cluster = replace(cluster, speeds=slowed(cluster.pool, random).speeds if data.draw(st.booleans()) else ())
     batch = data.draw(batches(cluster.pool, most_sequences=20))
-    plan = random_plan(batch, cluster.pool, Random(data.draw(st.integers(0, 999))), PlanningConfig())
+    plan = random_plan(batch, cluster.pool, random, PlanningConfig())
     found = simulate(plan, batch, cluster, scheduling_s=0.123)
     forward, backward = loop_over_ranks(plan, batch, cluster)
     expected = replay_pipeline(forward, backward, p2p_latency=found.replay.p2p_latency, chunks=cluster.chunks)
@@ -184,6 +196,36 @@ def test_gpus_send_what_their_parallelism_says() -> None:
     # Five layers on three stages, two exchanges, twice: two copies of each token, two thirds of them to others.
     assert inside == pytest.approx(5 / 3 * 4 * 4000 * 2 * 512 * 2 * 2 / 3)
     assert found["PP"] == (0, pytest.approx(2 * 2 * 4000 * 512 * 2 / 3))
+
+
+def test_a_slow_rank_holds_up_its_own_group_and_by_its_experts_its_whole_ep_group() -> None:
+    batch = Batch([3000] * 6)
+    plan = plan_of(([0] * 6, [0, 1, 2, 3, 4, 5], [1] * 6), batch, CLUSTER)
+    slow = simulate(plan, batch, replace(CLUSTER, speeds={1: 0.5, 11: 0.5}))
+    even = simulate(plan, batch, CLUSTER)
+    busy = slow.ranks.busy.sum(axis=1) / even.ranks.busy.sum(axis=1)
+    assert 1 < busy[0] == busy[2] < busy[1] < 2  # experts of all wait for rank 1, whose exchanges are as fast as ever
+    assert (busy[3:9] == 1).all()
+    assert (busy[9:] >= 1).all()  # no sequence is there, only what holds layers up without one
+    assert slow.ranks.ep_wait[1].sum() == 0 < slow.ranks.ep_wait[0].sum()
+
+
+def test_a_rank_alone_at_half_the_speed_takes_twice_as_long() -> None:
+    dense = Model("dense", 6, 256, 1024, GroupedQuery(8, 4, 32), dense_layers=6, dense_width=512)
+    alone, batch = Cluster("alone", dense, load_hardware("h800"), ranks=1, token_budget=4096), Batch([3000, 500])
+    plan = plan_of(([0, 1], [0, 0], [1, 1]), batch, alone)
+    half, whole = (simulate(plan, batch, replace(alone, speeds={0: speed})) for speed in (0.5, 1.0))
+    assert half.ranks.busy == pytest.approx(2 * whole.ranks.busy, rel=1e-6)
+    assert half.optimizer_s == pytest.approx(2 * whole.optimizer_s, rel=1e-3)
+    assert half.gradient_sync_s == whole.gradient_sync_s
+
+
+def test_a_plan_on_an_excluded_rank_is_refused() -> None:
+    batch = Batch([4000, 100])
+    plan = plan_of(([0, 0], [0, 2], [1, 2]), batch, CLUSTER)
+    with pytest.raises(InvalidInputError, match=r"a group on ranks 2 … 3, of which cluster small excludes some"):
+        simulate(plan, batch, replace(CLUSTER, speeds={3: 0}))
+    assert simulate(plan, batch, replace(CLUSTER, speeds={4: 0})).iteration_s > 0
 
 
 def test_a_plan_for_another_pool_is_refused() -> None:

@@ -28,6 +28,16 @@ def test_a_file_says_only_what_differs_from_its_base(tmp_path: Path) -> None:
     assert found.network_bandwidth == base.network_bandwidth
 
 
+def test_a_cluster_file_may_say_which_ranks_are_slow(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: paper_512_h20\nspeeds: {13: 0.5, 8: 0}\n")
+    found = load_cluster(str(mine))
+    assert found.speeds == found.pool.speeds == ((8, 0.0), (13, 0.5))
+    mine.write_text("base: paper_512_h20\nspeeds: {128: 0.5}\n")
+    with pytest.raises(InvalidInputError, match="speeds names rank 128; the pool has ranks 0 … 127"):
+        load_cluster(str(mine))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
