@@ -62,9 +62,9 @@ def streams(case: Latent) -> Streams:
     return Streams(*(torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes))
 
 
-def dense(case: Latent) -> list[Tensor]:
-    """Output and gradients of q, c_kv, k_rope and w_up on one process."""
-    q, c_kv, k_rope, w_up, dout = (x.requires_grad_() for x in streams(case))
+def dense(case: Latent, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Output and gradients of q, c_kv, k_rope and w_up on one process; of the case's inputs, computed in `dtype`."""
+    q, c_kv, k_rope, w_up, dout = (x.to(dtype or case.dtype).requires_grad_() for x in streams(case))
     both = (c_kv @ w_up).reshape(len(c_kv), case.heads, case.nope + case.d_v)
     k = torch.cat((both[..., : case.nope], k_rope[:, None].repeat(1, case.heads, 1)), -1)
     out = dense_attention(q, k, both[..., case.nope :], case.lengths, case.d_qk**-0.5, causal=True)
@@ -79,7 +79,7 @@ def through_the_engine(case: Latent, group: Group, *, gathered: bool, padding: f
     q, c_kv, k_rope = (shard(x, layout, padding).requires_grad_() for x in given[:3])
     w_up = given.w_up.requires_grad_()
     if gathered:
-        out = latent_attention(q, c_kv, k_rope, w_up, layout, group)
+        out = latent_attention(q, c_kv, k_rope, w_up, layout, group, deterministic=True)
     else:
         k_nope, v = expand_latent(c_kv, w_up, case.heads, case.nope)
         out = hybrid_attention(q, add_position(k_nope, k_rope), v, layout, group)
@@ -117,6 +117,22 @@ def sent_bytes(case: Latent, group: Group, *, gathered: bool) -> int:
     return group.counters.snapshot().get("ulysses", 0) - before
 
 
+LOW = Latent((150, 3, 1, 47), dtype=torch.bfloat16)
+
+
+def repeats(group: Group) -> bool:
+    first, second = (through_the_engine(LOW, group, gathered=True, padding=torch.nan) for _ in range(2))
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def squared_errors(group: Group) -> Tensor:
+    layout = ShardLayout(LOW.lengths, group.ulysses, group.ring, group.rank)
+    real, index = layout.token_index >= 0, layout.token_index[layout.token_index >= 0]
+    found = through_the_engine(LOW, group, gathered=True, padding=torch.nan)
+    truth = dense(LOW, torch.float64)  # of the inputs as they are after rounding to bf16
+    return torch.stack([(a[real].double() - b[index]).square().sum() for a, b in zip(found[:4], truth, strict=False)])
+
+
 WIDE = {kv_lora: Latent((64, 32), kv_lora=kv_lora) for kv_lora in (10, 11, 12, 25, 26, 27)}
 """On two inner ranks and on four, either side of the width from which latents are more to send, and at it."""
 NARROW = {dtype: Latent((64, 32), dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
@@ -129,6 +145,10 @@ class Found(NamedTuple):
     """Cases that were exact, by group."""
     by_dtype: dict[tuple[int, torch.dtype], int]
     """Bytes sent, by P_u and dtype."""
+    repeats: list[bool]
+    """Whether a second run in bf16 gave the same to the bit, by group."""
+    squared_errors: dict[int, Tensor]
+    """In bf16, of output and the gradients of q, c_kv and k_rope, in this rank's slots, by P_u."""
     both_paths: dict[tuple[int, int], tuple[int, int]]
     """Bytes sent with gathered latents and without, by P_u and kv_lora."""
 
@@ -148,6 +168,8 @@ def on_four_ranks(rank: int) -> Found:
             for group in groups
             for dtype, case in NARROW.items()
         },
+        [repeats(group) for group in groups],
+        {group.ulysses: squared_errors(group) for group in groups},
         {
             (group.ulysses, kv_lora): (sent_bytes(case, group, gathered=True), sent_bytes(case, group, gathered=False))
             for group in groups
@@ -163,6 +185,18 @@ def by_rank() -> list[Found]:
 
 def test_equals_the_plain_path_and_one_process_on_every_shape(by_rank: list[Found]) -> None:
     assert [found.checked for found in by_rank] == [5 * len(CASES)] * 4
+
+
+def test_deterministic_runs_are_equal_to_the_bit(by_rank: list[Found]) -> None:
+    assert all(all(found.repeats) for found in by_rank)
+
+
+def test_the_error_in_bf16_is_near_that_of_one_process_whatever_the_cut(by_rank: list[Found]) -> None:
+    truth = dense(LOW, torch.float64)
+    alone = torch.stack([(a.double() - b).norm() for a, b in zip(dense(LOW)[:4], truth, strict=False)])
+    for ulysses in SHAPES:
+        error = sum(found.squared_errors[ulysses] for found in by_rank).sqrt()  # type: ignore[union-attr]
+        assert (error <= 2 * alone).all(), f"{error} on {ulysses} inner ranks, {alone} on one process"
 
 
 def test_the_bytes_sent_are_those_of_the_formula(by_rank: list[Found]) -> None:
