@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from scheduler_service.domain import Batch, Plan, Pool, slice_plan
 from scheduler_service.planning import POLICIES, plan_iteration
+from tests.support.exchanges import intercepted
 from tests.support.ranks import run_ranks
 from worker_agent.attention import ShardLayout
 from worker_agent.data import IGNORE_INDEX, microbatches, shift_labels
@@ -245,6 +250,32 @@ def test_gradients_through_two_pipeline_stages_equal_those_of_one_process(monkey
         expected = one_process(DEEP, case, monkeypatch)
         for which in range(len(plans)):
             _assert_equal([results[number][which][0] for results in by_rank], expected)
+
+
+def _run_late(
+    rank: int, model_config: ModelConfig, pool: Pool, planned: list[Planned]
+) -> list[list[tuple[Gradients, list[Shape]]]]:
+    """`_run_cases`, with each rank late at random for every exchange of every kind."""
+    pace, post = random.Random(rank), dist.batch_isend_irecv
+
+    def late(received: Tensor, collective: Callable[[], dist.Work]) -> dist.Work:
+        time.sleep(pace.choice((0, 0, 0.003)))
+        return collective()
+
+    def posted_late(operations: list[dist.P2POp]) -> list[dist.Work]:
+        time.sleep(pace.choice((0, 0, 0.003)))
+        return post(operations)
+
+    dist.batch_isend_irecv = posted_late
+    with intercepted(late):
+        return _run_cases(rank, model_config, pool, planned)
+
+
+def test_random_delays_before_every_exchange_of_two_stages_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    pool, case = replace(POOL, stages=2), CASES["mixed"]
+    planned = [(case, [plan_iteration(Batch(case.lengths), pool, policy="hydra")])]
+    by_rank = run_ranks(RANKS * pool.stages, _run_late, DEEP, pool, planned, timeout_s=240)
+    _assert_equal([results[0][0][0] for results in by_rank], one_process(DEEP, case, monkeypatch))
 
 
 def test_weights_do_not_depend_on_the_number_of_ep_ranks():
