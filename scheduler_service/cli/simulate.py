@@ -6,42 +6,43 @@ With a preset, plans run on the model of operators; with a pool and three consta
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scheduler_service.cli.console import wide_console
 from scheduler_service.cli.failures import reported
 from scheduler_service.cli.length_files import read_batch
+from scheduler_service.cli.rank_speeds import rank_speeds
+from scheduler_service.cli.simulate_report import Report, Row, print_report
 from scheduler_service.domain import (
     Batch,
     CostModel,
     HydraCpError,
     InfeasibleError,
     InvalidInputError,
+    Plan,
     Pool,
     Reason,
 )
 from scheduler_service.planning import DEFAULT_POLICY, POLICIES, plan_iteration, warm_up
 from scheduler_service.planning.comparison import Outcome, compare
-from scheduler_service.simulation import forecast
+from scheduler_service.planning.iteration import POLICIES_FOR_SLOW_RANKS
+from scheduler_service.simulation import Forecast, forecast
 from scheduler_service.simulation.cluster import Cluster, Engine
 from scheduler_service.simulation.job import Simulation
-from scheduler_service.simulation.memory import largest_budget
+from scheduler_service.simulation.job import simulate as run_plan
+from scheduler_service.simulation.memory import largest_budget, plan_memory
 from scheduler_service.simulation.paper import paper_setting
-from scheduler_service.simulation.pipeline import PipelineReplay
+from scheduler_service.simulation.pictures import figure_class, time_picture
 from scheduler_service.simulation.presets import load_cluster
 from scheduler_service.simulation.trace_events import trace_events
 from scheduler_service.simulation.workloads import WORKLOADS, paper_batch
-
-BASELINE = "megatron"
-"""What the others' throughput is compared with."""
 
 TRUST = {
     "preset": "Operator model. Validated on: work per token (within 1 %), attention on an H100 (mean error 6.3 %), "
@@ -64,41 +65,11 @@ SIMPLE_ALONE = ("max_degree", "cap", "theta", "tau", "overhead")
 PRESET_ALONE = ("engine", "train_tokens")
 """Options that say nothing to the simple cost model."""
 
+PICTURES = (".png", ".svg", ".pdf")
+"""What --plot can be."""
+
 SECONDS_PER_DAY, SECONDS_PER_HOUR = 86_400, 3_600
 INTERRUPTED = 130
-
-
-@dataclass(frozen=True)
-class Row:
-    """One system's figures, as `--json` prints them."""
-
-    iteration_s: float
-    pp_bubble: float
-    dp_bubble: float
-    tokens_per_s_per_gpu: float
-    microbatches: int
-    plan_s: float
-    largest_degree: int
-    details: dict[str, Any] = field(default_factory=dict)
-    """What only the model of operators knows."""
-
-    def as_json(self) -> dict[str, Any]:
-        """All in one mapping."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "details"}
-        return {**own, **self.details}
-
-
-@dataclass
-class Report:
-    """What was simulated so far."""
-
-    setting: dict[str, Any]
-    trust: str
-    rows: dict[str, Row] = field(default_factory=dict)
-    errors: dict[str, HydraCpError] = field(default_factory=dict)
-    replays: dict[str, PipelineReplay] = field(default_factory=dict)
-    gains: Mapping[str, float] = field(default_factory=dict)
-    """What the paper reports as hydra's throughput over that of others, where this is one of its settings."""
 
 
 _COST = CostModel()
@@ -134,23 +105,31 @@ def simulate(
     overhead: Annotated[
         float, typer.Option(help="Without a preset: fixed seconds per microbatch and stage.")
     ] = _COST.overhead,
+    rank_speed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=SPEED", help="A rank that is slower than the fastest, as 3=0.5. Repeatable."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANKS", help="Ranks that get no sequence, as 3,17 or 8-15. Repeatable."),
+    ] = None,
     field: Annotated[str | None, typer.Option(help="Field of a .jsonl or column of a .parquet file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw where each system's time goes: .png, .svg or .pdf; needs matplotlib.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write one policy's schedule for Perfetto to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Simulate an iteration under one scheduling system, or compare all."""
     with reported(as_json):
         policies = _policies(policy)
+        speeds = rank_speeds(rank_speed or (), exclude or ())
         if preset is not None:
             _refuse_beside_preset(context, preset)
-            cluster = load_cluster(preset)
+            cluster = _with_speeds(load_cluster(preset), speeds)
             batch = paper_batch(cluster, WORKLOADS[lengths]) if lengths in WORKLOADS else read_batch(lengths, field)
-            setting = {
-                "cluster": cluster.name, "model": cluster.model.name, "gpus": cluster.gpus,
-                "token_budget": cluster.token_budget, "token_budget_that_fits": _budget_that_fits(cluster),
-            }  # fmt: skip
-            gains = paper_setting(preset, lengths).gains
-            report = Report({**setting, **_batch_figures(batch)}, TRUST["preset"], gains=gains)
+            setting = {**_job_figures(cluster), **_batch_figures(batch)}
+            report = Report(setting, TRUST["preset"], paper=paper_setting(preset, lengths))
             steps: Iterator[str] = _on_cluster(report, batch, cluster, policies, engine, train_tokens)
         else:
             if pool is None or budget is None:
@@ -161,21 +140,45 @@ def simulate(
                 raise _invalid(f"{lengths} is drawn for a preset's cluster; give --preset, or a file of lengths")
             shape = Pool(
                 ranks=pool, token_budget=budget, stages=stages, ep=ep, heads=heads, max_ulysses=max_ulysses,
-                max_degree=max_degree,
+                max_degree=max_degree, speeds=speeds,
             )  # fmt: skip
             batch = read_batch(lengths, field)
-            report = Report({"gpus": pool * stages, **_batch_figures(batch)}, TRUST["simple"])
+            setting = {"gpus": pool * stages, **_speed_figures(shape), **_batch_figures(batch)}
+            report = Report(setting, TRUST["simple"])
             steps = _on_simple_cost(report, batch, shape, policies, CostModel(theta, tau, overhead), cap)
-        if trace is not None and not trace.parent.is_dir():
-            raise _invalid(f"--trace {trace}: the folder {trace.parent} does not exist")
+        _check_outputs(plot, trace)
         complete = _watched(steps, policies)
         if not report.rows and report.errors:
             raise next(iter(report.errors.values()))
-        if trace is not None and report.replays:
+        if report.rows:
             _write_trace(report, trace)
-        _print(report, as_json)
+            _write_picture(report, plot)
+            print_report(report, as_json)
     if not complete:
         raise typer.Exit(INTERRUPTED)
+
+
+def compare_at_true_speeds(
+    batch: Batch, cluster: Cluster, policies: Iterable[str], engine: Engine | None = None
+) -> Iterator[Outcome]:
+    """`compare`, also for systems that take all ranks for equally fast: what they plan so runs on the ranks there are.
+
+    Such systems have no plan where ranks are excluded.
+    """
+    even = replace(cluster, speeds=cluster.pool.evened.speeds)
+    for policy in policies:
+        knows = even == cluster or policy in POLICIES_FOR_SLOW_RANKS
+        (outcome,) = compare(batch, cluster if knows else even, [policy], engine=engine)
+        if not knows and outcome.plan is not None:
+            job = cluster.with_engine(outcome.engine)
+            outcome = replace(outcome, simulation=run_plan(outcome.plan, batch, job))
+        yield outcome
+
+
+def _with_speeds(cluster: Cluster, speeds: list[tuple[int, float]]) -> Cluster:
+    """What the options say of a rank goes over what the cluster's file says of it."""
+    named = dict(speeds)
+    return replace(cluster, speeds=[*(pair for pair in dict(cluster.speeds).items() if pair[0] not in named), *speeds])
 
 
 def _refuse_beside_preset(context: typer.Context, preset: str) -> None:
@@ -222,14 +225,14 @@ def _policies(asked: str) -> list[str]:
 
 def _watched(steps: Iterator[str], policies: list[str]) -> bool:
     """Take all steps, showing which one is under way on stderr; False if the user interrupted them."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         warm_up()
         task = progress.add_task(policies[0], total=len(policies))
         try:
             for done, _ in enumerate(steps, 1):
                 following = policies[done] if done < len(policies) else "done"
-                progress.update(task, completed=done, description=f"{done}/{len(policies)} simulated; {following}")
+                progress.update(task, completed=done, description=following)
         except KeyboardInterrupt:
             return False
     return True
@@ -239,17 +242,19 @@ def _on_cluster(
     report: Report, batch: Batch, cluster: Cluster, policies: Iterable[str], engine: Engine | None,
     train_tokens: float | None,
 ) -> Iterator[str]:  # fmt: skip
-    for outcome in compare(batch, cluster, policies, engine=engine):
+    for outcome in compare_at_true_speeds(batch, cluster, policies, engine):
         if outcome.error is not None:
             report.errors[outcome.policy] = outcome.error
         else:
             assert outcome.simulation is not None
-            report.rows[outcome.policy] = _row(outcome, outcome.simulation, cluster, train_tokens)
+            report.rows[outcome.policy] = _row(outcome, outcome.simulation, batch, cluster, train_tokens)
             report.replays[outcome.policy] = outcome.simulation.replay
         yield outcome.policy
 
 
-def _row(outcome: Outcome, found: Simulation, cluster: Cluster, train_tokens: float | None) -> Row:
+def _row(
+    outcome: Outcome, found: Simulation, batch: Batch, cluster: Cluster, train_tokens: float | None
+) -> Row:  # fmt: skip
     assert outcome.plan is not None
     details: dict[str, Any] = {
         "engine": outcome.engine,
@@ -257,7 +262,7 @@ def _row(outcome: Outcome, found: Simulation, cluster: Cluster, train_tokens: fl
         "dp_bubble_worst": float(found.dp_bubbles.max()),
         "gradient_sync_s": found.gradient_sync_s,
         "optimizer_s": found.optimizer_s,
-        "activity_s": found.activity_s,
+        **memory_figures(outcome.plan, batch, cluster.with_engine(outcome.engine)),
         "traffic_bytes": {
             name: {"node": inside, "network": outside} for name, (inside, outside) in found.traffic_bytes.items()
         },
@@ -271,137 +276,100 @@ def _row(outcome: Outcome, found: Simulation, cluster: Cluster, train_tokens: fl
         details["dollars"] = seconds / SECONDS_PER_HOUR * cluster.gpus * cluster.dollars_per_gpu_hour
     return Row(
         found.iteration_s, found.pp_bubble, found.dp_bubble, found.tokens_per_s_per_gpu,
-        outcome.plan.header.microbatches, outcome.plan_s, int(outcome.plan.degree.max()), details,
+        outcome.plan.header.microbatches, outcome.plan_s, int(outcome.plan.degree.max()), found.activity_s, details,
     )  # fmt: skip
+
+
+def memory_figures(plan: Plan, batch: Batch, cluster: Cluster) -> dict[str, Any]:
+    """Memory of the fullest GPU under a plan, and whether it has that much."""
+    stages = plan_memory(plan, batch, cluster)
+    fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    needed = stages[fullest].total
+    return {
+        "peak_memory_bytes": needed, "fullest_stage": fullest, "largest_term": stages[fullest].largest,
+        "memory_fits": needed <= cluster.hardware.memory_bytes,
+    }  # fmt: skip
 
 
 def _on_simple_cost(
     report: Report, batch: Batch, pool: Pool, policies: Iterable[str], cost: CostModel, cap: int | None
 ) -> Iterator[str]:
     for policy in policies:
+        planned_for = pool if policy in POLICIES_FOR_SLOW_RANKS else pool.evened
         try:
-            plan = plan_iteration(batch, pool, policy=policy, cost=cost, cap=cap)
+            plan = plan_iteration(batch, planned_for, policy=policy, cost=cost, cap=cap)
         except HydraCpError as error:
             report.errors[policy] = error
         else:
-            found = forecast(plan, batch)
+            found = forecast(replace(plan, header=replace(plan.header, pool=pool)), batch)
             speed = batch.tokens / (found.iteration_s * pool.ranks * pool.stages) if found.iteration_s else 0.0
             report.rows[policy] = Row(
                 found.iteration_s, found.pp_bubble, found.dp_bubble, speed, plan.header.microbatches,
-                plan.header.plan_s, int(plan.degree.max()),
+                plan.header.plan_s, int(plan.degree.max()), _simple_activities(found),
             )  # fmt: skip
             report.replays[policy] = found.replay
         yield policy
 
 
-def _memory_warning(setting: Mapping[str, Any]) -> str | None:
-    budget, fits = setting.get("token_budget", 0), setting.get("token_budget_that_fits", 0)
-    if budget <= fits:
-        return None
-    return (
-        f"Memory: a budget of {budget:,} tokens is over the {fits:,} that fit with all microbatches in flight full; "
-        "`hydra-cp budget` says what fills a GPU."
-    )
+def _simple_activities(found: Forecast) -> dict[str, float]:
+    """Microbatches are not split further: they hold what ranks wait for each other inside an EP group."""
+    busy = float((found.forward_s + found.backward_s).sum(axis=1).mean())
+    dp_wait = found.dp_bubble * found.iteration_s
+    return {"microbatches": busy, "PP wait": max(0.0, found.iteration_s - dp_wait - busy), "DP wait": dp_wait}
+
+
+def _job_figures(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "cluster": cluster.name, "model": cluster.model.name, "hardware": cluster.hardware.name, "gpus": cluster.gpus,
+        "pool": cluster.ranks, "tp": cluster.tp, "stages": cluster.stages, "ep": cluster.ep,
+        "recompute": cluster.recompute, "token_budget": cluster.token_budget,
+        "token_budget_that_fits": _budget_that_fits(cluster), "memory_bytes": cluster.hardware.memory_bytes,
+        **_speed_figures(cluster.pool),
+    }  # fmt: skip
+
+
+def _speed_figures(pool: Pool) -> dict[str, Any]:
+    return {"speeds": dict(pool.speeds)} if pool.speeds else {}
 
 
 def _batch_figures(batch: Batch) -> dict[str, int]:
     return {"sequences": len(batch), "tokens": batch.tokens, "longest_tokens": batch.longest}
 
 
-def _write_trace(report: Report, path: Path) -> None:
+def _check_outputs(plot: Path | None, trace: Path | None) -> None:
+    for option, path in (("--plot", plot), ("--trace", trace)):
+        if path is not None and not path.parent.is_dir():
+            raise _invalid(f"{option} {path}: the folder {path.parent} does not exist")
+    if plot is not None:
+        if plot.suffix not in PICTURES:
+            raise _invalid(f"--plot {plot}: name a {', '.join(PICTURES)} file")
+        figure_class()  # if matplotlib is missing, say so now, not after minutes of planning
+
+
+def _write_trace(report: Report, path: Path | None) -> None:
     """The schedule of the only policy, or of the default one among several."""
+    if path is None:
+        return
     name = DEFAULT_POLICY if DEFAULT_POLICY in report.replays else next(iter(report.replays))
-    try:
+    with _writing(path):
         path.write_text(json.dumps(trace_events(report.replays[name]), default=float))
-    except OSError as error:
-        raise HydraCpError(Reason.INTERNAL, f"cannot write {path}: {error.strerror or error}") from error
     typer.echo(f"Schedule of {name} written to {path}: open it at https://ui.perfetto.dev", err=True)
 
 
-def _print(report: Report, as_json: bool) -> None:
-    if as_json:
-        policies: dict[str, Any] = {name: row.as_json() for name, row in report.rows.items()}
-        policies |= {name: {"error": {"reason": e.reason, "message": str(e)}} for name, e in report.errors.items()}
-        typer.echo(json.dumps({**report.setting, "policies": policies, "validated": report.trust}))
+def _write_picture(report: Report, path: Path | None) -> None:
+    if path is None:
         return
-    console = wide_console()
-    shown = report.setting
-    where = f"{shown['cluster']} ({shown['model']}), " if "cluster" in shown else ""
-    console.print(
-        f"{where}{shown['gpus']:,} GPUs; {shown['sequences']:,} sequences, {shown['tokens']:,} tokens, "
-        f"longest {shown['longest_tokens']:,}\n"
-    )
-    console.print(_systems(report.rows, report.gains))
-    if any(row.details for row in report.rows.values()):
-        console.print()
-        console.print(_activities(report.rows))
-    for name, error in report.errors.items():
-        console.print(f"\n{name}: no plan. {error}")
-    if warning := _memory_warning(shown):
-        console.print(f"\n{warning}")
-    console.print(f"\n{report.trust}")
+    with _writing(path):
+        time_picture(report.activity_s, report.title).savefig(path, dpi=150)
+    typer.echo(f"Where the time goes is drawn in {path}", err=True)
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "iteration": lambda row: f"{row.iteration_s:.4g} s",
-    "PP bubble": lambda row: f"{row.pp_bubble:.1%}",
-    "DP bubble": lambda row: f"{row.dp_bubble:.1%}",
-    "tokens/s/GPU": lambda row: f"{row.tokens_per_s_per_gpu:,.0f}",
-    "MBs": lambda row: f"{row.microbatches:,}",
-    "degree ≤": lambda row: f"{row.largest_degree:,}",
-    "planned in": lambda row: f"{row.plan_s:.2f} s",
-}
-DETAIL_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "MFU": lambda row: f"{row.details['mfu']:.1%}",
-    "engine": lambda row: str(row.details["engine"]),
-}
-MONEY_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "days": lambda row: f"{row.details['days']:.1f}",
-    "dollars": lambda row: f"{row.details['dollars']:,.0f}",
-}
-
-
-def _gain(slower: Row, faster: Row) -> str:
-    """How many times as fast; nothing to compare where an iteration takes no time."""
-    return f"{slower.iteration_s / faster.iteration_s:.2f}" if faster.iteration_s else "–"
-
-
-def _systems(rows: dict[str, Row], gains: Mapping[str, float]) -> Table:
-    columns = dict(COLUMNS)
-    details = next(iter(rows.values())).details
-    columns |= (DETAIL_COLUMNS if details else {}) | (MONEY_COLUMNS if "days" in details else {})
-    table = Table("system", box=None, pad_edge=False)
-    against, ours = rows.get(BASELINE), rows.get("hydra")
-    if against is not None and len(rows) > 1:
-        columns = {f"× {BASELINE}": lambda row: _gain(against, row), **columns}
-    for name in columns:
-        table.add_column(name, justify="right")
-    beside_paper = ours is not None and not rows.keys().isdisjoint(gains)
-    if beside_paper:
-        table.add_column("hydra is ×", justify="right")
-        table.add_column("paper: ×", justify="right")
-    for name, row in rows.items():
-        cells = [shown(row) for shown in columns.values()]
-        if ours is not None and beside_paper:
-            reported_gain = f"{gains[name]:.2f}" if name in gains else ""
-            cells += [_gain(row, ours), reported_gain]
-        table.add_row(name, *cells)
-    return table
-
-
-def _activities(rows: dict[str, Row]) -> Table:
-    """Shares of the iteration, mean over GPUs: what no system spends a thousandth on is left out."""
-    names = list(dict.fromkeys(name for row in rows.values() for name in row.details["activity_s"]))
-    share = {
-        name: [row.details["activity_s"].get(name, 0.0) / row.iteration_s for row in rows.values()] for name in names
-    }
-    table = Table("share of the iteration", box=None, pad_edge=False)
-    for name in rows:
-        table.add_column(name, justify="right")
-    for name, shares in share.items():
-        if max(shares) >= 1e-3:
-            table.add_row(name, *(f"{each:.1%}" for each in shares))
-    return table
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise HydraCpError(Reason.INTERNAL, f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _invalid(message: str) -> InvalidInputError:

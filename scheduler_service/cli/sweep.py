@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import blake2b
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,23 +28,38 @@ from rich.table import Table
 from scheduler_service.cli.console import wide_console
 from scheduler_service.cli.failures import ExitCode, reported
 from scheduler_service.cli.length_files import read_batch
-from scheduler_service.domain import HydraCpError, InvalidInputError, Reason
+from scheduler_service.cli.simulate import compare_at_true_speeds, memory_figures
+from scheduler_service.domain import Batch, HydraCpError, InvalidInputError, Reason
 from scheduler_service.planning import POLICIES, warm_up
-from scheduler_service.planning.comparison import compare
+from scheduler_service.simulation.cluster import Cluster
 from scheduler_service.simulation.presets import load_cluster
 from scheduler_service.simulation.workloads import WORKLOADS, paper_batch
 
 
 @dataclass(frozen=True)
 class Case:
-    """One simulation of a sweep."""
+    """One simulation of a sweep, by the names that the user gave."""
 
     preset: str
     lengths: str
     policy: str
 
 
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What a case's names stand for."""
+
+    cluster: Cluster
+    batch: Batch
+
+    @cached_property
+    def digest(self) -> str:
+        """Another one where the cluster or the lengths have changed since."""
+        return blake2b(f"{self.cluster!r} {self.batch.digest}".encode(), digest_size=8).hexdigest()
+
+
 Done = tuple[Case, dict[str, Any]]
+Jobs = Mapping[Case, Job]
 
 
 def sweep(
@@ -60,28 +78,32 @@ def sweep(
             raise InvalidInputError(
                 Reason.UNKNOWN_POLICY, f"policy {unknown[0]!r} is unknown; choose of {', '.join(POLICIES)}"
             )
-        for name in preset:
-            load_cluster(name)
+        cases = _jobs(preset, lengths, policy or list(POLICIES), field)
         done = _read(out)
-        cases = [Case(*names) for names in product(preset, lengths, policy or list(POLICIES))]
-        waiting = [case for case in cases if case not in done]
-        complete = _watched(waiting, done, out, field, jobs, ray)
+        for case, job in cases.items():
+            if case in done and done[case].get("input") != job.digest:
+                raise InvalidInputError(
+                    Reason.INVALID_ARGUMENT,
+                    f"{out} has a result of {case.policy} on {case.preset} with {case.lengths}, and the cluster or the "
+                    "lengths have changed since: name another file",
+                )
+        waiting = {case: job for case, job in cases.items() if case not in done}
+        complete = _watched(waiting, done, out, jobs, ray)
         _print([(case, done[case]) for case in cases if case in done])
     if not complete:
         typer.echo(f"Interrupted; the same command goes on from {out}", err=True)
         raise typer.Exit(ExitCode.FAILURE)
 
 
-def run_case(case: Case, field: str | None = None) -> dict[str, Any]:
+def run_case(policy: str, job: Job) -> dict[str, Any]:
     """Simulate one case, in this process. A system that cannot plan gives an `error`."""
     warm_up()
-    cluster = load_cluster(case.preset)
-    if case.lengths in WORKLOADS:
-        batch = paper_batch(cluster, WORKLOADS[case.lengths])
-    else:
-        batch = read_batch(case.lengths, field)
-    (outcome,) = compare(batch, cluster, [case.policy])
-    figures = {"gpus": cluster.gpus, "sequences": len(batch), "tokens": batch.tokens, "engine": str(outcome.engine)}
+    cluster, batch = job.cluster, job.batch
+    (outcome,) = compare_at_true_speeds(batch, cluster, [policy])
+    figures = {
+        "input": job.digest, "gpus": cluster.gpus, "sequences": len(batch), "tokens": batch.tokens,
+        "engine": str(outcome.engine),
+    }  # fmt: skip
     if outcome.simulation is None or outcome.plan is None:
         return {**figures, "error": str(outcome.error)}
     found = outcome.simulation
@@ -95,17 +117,27 @@ def run_case(case: Case, field: str | None = None) -> dict[str, Any]:
         "microbatches": outcome.plan.header.microbatches,
         "largest_degree": int(outcome.plan.degree.max()),
         "plan_s": outcome.plan_s,
+        **memory_figures(outcome.plan, batch, cluster.with_engine(outcome.engine)),
     }
 
 
-def _watched(
-    cases: list[Case], done: dict[Case, dict[str, Any]], out: Path, field: str | None, jobs: int, ray: str | None
-) -> bool:
+def _jobs(presets: list[str], lengths: list[str], policies: list[str], field: str | None) -> dict[Case, Job]:
+    """All combinations. Every file is read here and once, so that a bad one is refused before anything runs."""
+    clusters = {name: load_cluster(name) for name in presets}
+    files = {name: read_batch(name, field) for name in lengths if name not in WORKLOADS}
+    jobs: dict[Case, Job] = {}
+    for (preset, cluster), name in product(clusters.items(), lengths):
+        job = Job(cluster, files[name] if name in files else paper_batch(cluster, WORKLOADS[name]))
+        jobs |= {Case(preset, name, policy): job for policy in policies}
+    return jobs
+
+
+def _watched(cases: Jobs, done: dict[Case, dict[str, Any]], out: Path, jobs: int, ray: str | None) -> bool:
     """Run the cases and keep each result; False if the user interrupted them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress, _appending(out) as append:
         task = progress.add_task("simulating", total=len(cases))
-        results = _on_ray(cases, field, ray) if ray is not None else _on_cores(cases, field, jobs)
+        results = _on_ray(cases, ray) if ray is not None else _on_cores(cases, jobs)
         try:
             for case, result in results:
                 append(json.dumps({**asdict(case), **result}))
@@ -116,22 +148,29 @@ def _watched(
     return True
 
 
-def _on_cores(cases: list[Case], field: str | None, jobs: int) -> Iterator[Done]:
+def _on_cores(cases: Jobs, jobs: int) -> Iterator[Done]:
     workers = min(jobs or os.cpu_count() or 1, max(1, len(cases)))
     if workers == 1:
-        yield from ((case, run_case(case, field)) for case in cases)
+        yield from ((case, run_case(case.policy, job)) for case, job in cases.items())
         return
     # Spawned, since numba's threads and a fork do not go together.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(run_case, case, field): case for case in cases}
+        futures = {pool.submit(run_case, case.policy, job): case for case, job in cases.items()}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise HydraCpError(
+                Reason.INTERNAL,
+                "the process of a simulation was ended from outside, for want of memory perhaps: what was done is "
+                "kept, and the same command goes on; with a smaller --jobs it needs less memory",
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _on_ray(cases: list[Case], field: str | None, address: str) -> Iterator[Done]:
+def _on_ray(cases: Jobs, address: str) -> Iterator[Done]:
+    """On the nodes of a Ray cluster, which have hydra-cp but not the user's files: clusters and batches are sent."""
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -140,11 +179,21 @@ def _on_ray(cases: list[Case], field: str | None, address: str) -> Iterator[Done
         ray.init(address=address, logging_level="ERROR")
     except Exception as error:  # Ray raises bare ones too
         raise HydraCpError(Reason.UNREACHABLE, f"--ray {address}: cannot join this Ray cluster: {error}") from error
-    remote = ray.remote(run_case)
-    waiting = {remote.remote(case, field): case for case in cases}
-    while waiting:
-        (ready, *_), _ = ray.wait(list(waiting))
-        yield waiting.pop(ready), ray.get(ready)
+    try:
+        remote = ray.remote(run_case)
+        sent = {job: ray.put(job) for job in dict.fromkeys(cases.values())}
+        waiting = {remote.remote(case.policy, sent[job]): case for case, job in cases.items()}
+        while waiting:
+            (ready, *_), _ = ray.wait(list(waiting))
+            case = waiting.pop(ready)
+            try:
+                yield case, ray.get(ready)
+            except ray.exceptions.RayError as error:
+                raise HydraCpError(
+                    Reason.INTERNAL, f"--ray {address}: {case.policy} on {case.preset} failed there: {error}"
+                ) from error
+    finally:
+        ray.shutdown()
 
 
 @contextmanager
@@ -182,7 +231,7 @@ def _read(out: Path) -> dict[Case, dict[str, Any]]:
 
 def _print(results: list[Done]) -> None:
     table = Table("cluster", "lengths", "system", box=None, pad_edge=False)
-    for name in ("GPUs", "iteration", "PP bubble", "DP bubble", "tokens/s/GPU", "MFU", "planned in"):
+    for name in ("GPUs", "iteration", "PP bubble", "DP bubble", "tokens/s/GPU", "MFU", "memory", "planned in"):
         table.add_column(name, justify="right")
     for case, row in results:
         if "error" in row:
@@ -191,6 +240,10 @@ def _print(results: list[Done]) -> None:
         table.add_row(
             case.preset, case.lengths, case.policy, f"{row['gpus']:,}", f"{row['iteration_s']:.4g} s",
             f"{row['pp_bubble']:.1%}", f"{row['dp_bubble']:.1%}", f"{row['tokens_per_s_per_gpu']:,.0f}",
-            f"{row['mfu']:.1%}", f"{row['plan_s']:.2f} s",
+            f"{row['mfu']:.1%}", f"{row['peak_memory_bytes'] / 1e9:.0f} GB" + ("" if row["memory_fits"] else " !"),
+            f"{row['plan_s']:.2f} s",
         )  # fmt: skip
-    wide_console().print(table)
+    console = wide_console()
+    console.print(table)
+    if not all(row.get("memory_fits", True) for _, row in results):
+        console.print("! more memory than a GPU of the cluster has: `hydra-cp budget` says what fills it")

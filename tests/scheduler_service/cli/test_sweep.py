@@ -47,11 +47,11 @@ def test_it_goes_on_after_an_interruption_with_what_is_missing(
     simulated: list[str] = []
     run_case = sweep.run_case
 
-    def interrupted(case: sweep.Case, field: str | None = None) -> dict:
+    def interrupted(policy: str, job: sweep.Job) -> dict:
         if len(simulated) == 3:
             raise KeyboardInterrupt
-        simulated.append(case.policy)
-        return run_case(case, field)
+        simulated.append(policy)
+        return run_case(policy, job)
 
     monkeypatch.setattr(sweep, "run_case", interrupted)
     result = run(*options, "--jobs", "1")
@@ -73,7 +73,11 @@ def test_a_system_without_a_plan_is_kept_as_such(options: list[str], tmp_path: P
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [(["--policy", "best"], "policy 'best' is unknown"), (["--preset", "mine"], "is not among the clusters")],
+    [
+        (["--policy", "best"], "policy 'best' is unknown"),
+        (["--preset", "mine"], "is not among the clusters"),
+        (["--lengths", "nowhere.txt"], "nowhere.txt"),
+    ],
 )
 def test_wrong_names_are_refused_before_anything_runs(
     options: list[str], tmp_path: Path, more: list[str], message: str
@@ -90,6 +94,52 @@ def test_another_file_is_not_taken_for_results(options: list[str], tmp_path: Pat
     assert result.exit_code == 2
     assert "line 1" in result.stderr
     assert (tmp_path / "out.jsonl").read_text() == "1\n2\n"
+
+
+@pytest.mark.parametrize("changed", ["small.yaml", "b.txt"])
+def test_results_of_another_input_are_not_taken_for_those_of_this_one(
+    options: list[str], tmp_path: Path, changed: str
+) -> None:
+    assert run(*options, "--jobs", "1").exit_code == 0
+    (tmp_path / changed).write_text((tmp_path / changed).read_text() + ("900\n" if changed == "b.txt" else "tp: 2\n"))
+    result = run(*options, "--jobs", "1")
+    assert result.exit_code == 2
+    assert "the cluster or the lengths have changed since: name another file" in result.stderr
+    assert len(rows(tmp_path)) == 4
+
+
+def test_a_cluster_s_slow_ranks_cost_systems_that_do_not_know_of_them_more(options: list[str], tmp_path: Path) -> None:
+    assert run(*options, "--jobs", "1").exit_code == 0
+    even = rows(tmp_path)
+    (tmp_path / "small.yaml").write_text(PRESET + "speeds: {3: 0.5}\n")
+    (tmp_path / "out.jsonl").unlink()
+    assert run(*options, "--jobs", "1").exit_code == 0
+    cost = {
+        (now["lengths"], now["policy"]): now["iteration_s"] / before["iteration_s"]
+        for now, before in zip(rows(tmp_path), even, strict=True)
+    }
+    assert all(cost[lengths, "megatron"] > cost[lengths, "hydra"] > 1 for lengths, policy in cost if policy == "hydra")
+
+
+def test_a_ray_cluster_simulates_what_this_machine_would(options: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    assert run(*options, "--jobs", "1").exit_code == 0
+    here = rows(tmp_path)
+    (tmp_path / "out.jsonl").unlink()
+    result = run(*options, "--ray", "local")
+    assert result.exit_code == 0, result.output
+
+    def told(found: list[dict]) -> set[str]:
+        return {json.dumps({**row, "plan_s": 0}, sort_keys=True) for row in found}
+
+    assert told(rows(tmp_path)) == told(here)
+
+
+def test_a_ray_cluster_that_is_not_there_is_said_to_be_so(options: list[str]) -> None:
+    pytest.importorskip("ray")
+    result = run(*options, "--ray", "auto")
+    assert result.exit_code == 1
+    assert "--ray auto: cannot join this Ray cluster" in result.stderr
 
 
 def test_a_ray_cluster_without_ray_says_what_to_install(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
