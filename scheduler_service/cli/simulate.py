@@ -259,6 +259,7 @@ def _row(
     details: dict[str, Any] = {
         "engine": outcome.engine,
         "mfu": found.mfu,
+        "dollars_per_million_tokens": dollars_per_million_tokens(found, cluster),
         "dp_bubble_worst": float(found.dp_bubbles.max()),
         "gradient_sync_s": found.gradient_sync_s,
         "optimizer_s": found.optimizer_s,
@@ -278,6 +279,11 @@ def _row(
         found.iteration_s, found.pp_bubble, found.dp_bubble, found.tokens_per_s_per_gpu,
         outcome.plan.header.microbatches, outcome.plan_s, int(outcome.plan.degree.max()), found.activity_s, details,
     )  # fmt: skip
+
+
+def dollars_per_million_tokens(found: Simulation, cluster: Cluster) -> float:
+    """Of training, by what a GPU-hour costs."""
+    return 1e6 / found.tokens_per_s_per_gpu / SECONDS_PER_HOUR * cluster.dollars_per_gpu_hour
 
 
 def memory_figures(plan: Plan, batch: Batch, cluster: Cluster) -> dict[str, Any]:

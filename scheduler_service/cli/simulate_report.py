@@ -114,7 +114,10 @@ COLUMNS: Columns = {
     "DP bubble": lambda row: f"{row.dp_bubble:.1%}",
     "tokens/s/GPU": lambda row: f"{row.tokens_per_s_per_gpu:,.0f}",
 }
-DETAIL_COLUMNS: Columns = {"MFU": lambda row: f"{row.details['mfu']:.1%}"}
+DETAIL_COLUMNS: Columns = {
+    "MFU": lambda row: f"{row.details['mfu']:.1%}",
+    "$/M tokens": lambda row: f"{row.details['dollars_per_million_tokens']:.3g}",
+}
 MONEY_COLUMNS: Columns = {
     "days": lambda row: f"{row.details['days']:.1f}",
     "dollars": lambda row: f"{row.details['dollars']:,.0f}",

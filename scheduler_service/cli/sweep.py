@@ -28,7 +28,7 @@ from rich.table import Table
 from scheduler_service.cli.console import wide_console
 from scheduler_service.cli.failures import ExitCode, reported
 from scheduler_service.cli.length_files import read_batch
-from scheduler_service.cli.simulate import compare_at_true_speeds, memory_figures
+from scheduler_service.cli.simulate import compare_at_true_speeds, dollars_per_million_tokens, memory_figures
 from scheduler_service.domain import Batch, HydraCpError, InvalidInputError, Reason
 from scheduler_service.planning import POLICIES, warm_up
 from scheduler_service.simulation.cluster import Cluster
@@ -114,6 +114,7 @@ def run_case(policy: str, job: Job) -> dict[str, Any]:
         "dp_bubble": found.dp_bubble,
         "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
         "mfu": found.mfu,
+        "dollars_per_million_tokens": dollars_per_million_tokens(found, cluster),
         "microbatches": outcome.plan.header.microbatches,
         "largest_degree": int(outcome.plan.degree.max()),
         "plan_s": outcome.plan_s,
@@ -231,7 +232,17 @@ def _read(out: Path) -> dict[Case, dict[str, Any]]:
 
 def _print(results: list[Done]) -> None:
     table = Table("cluster", "lengths", "system", box=None, pad_edge=False)
-    for name in ("GPUs", "iteration", "PP bubble", "DP bubble", "tokens/s/GPU", "MFU", "memory", "planned in"):
+    for name in (
+        "GPUs",
+        "iteration",
+        "PP bubble",
+        "DP bubble",
+        "tokens/s/GPU",
+        "MFU",
+        "$/M tokens",
+        "memory",
+        "planned in",
+    ):
         table.add_column(name, justify="right")
     for case, row in results:
         if "error" in row:
@@ -240,7 +251,8 @@ def _print(results: list[Done]) -> None:
         table.add_row(
             case.preset, case.lengths, case.policy, f"{row['gpus']:,}", f"{row['iteration_s']:.4g} s",
             f"{row['pp_bubble']:.1%}", f"{row['dp_bubble']:.1%}", f"{row['tokens_per_s_per_gpu']:,.0f}",
-            f"{row['mfu']:.1%}", f"{row['peak_memory_bytes'] / 1e9:.0f} GB" + ("" if row["memory_fits"] else " !"),
+            f"{row['mfu']:.1%}", f"{row['dollars_per_million_tokens']:.3g}",
+            f"{row['peak_memory_bytes'] / 1e9:.0f} GB" + ("" if row["memory_fits"] else " !"),
             f"{row['plan_s']:.2f} s",
         )  # fmt: skip
     console = wide_console()

@@ -83,6 +83,7 @@ def test_days_and_dollars_follow_from_the_speed(lengths: str, preset: str) -> No
     row = found["policies"]["hydra"]
     assert row["days"] == pytest.approx(1e12 / (row["tokens_per_s_per_gpu"] * 32) / 86400)
     assert row["dollars"] == pytest.approx(row["days"] * 24 * 32 * 2)
+    assert row["dollars"] == pytest.approx(1e6 * row["dollars_per_million_tokens"])
 
 
 def test_without_a_preset_the_simple_cost_model_predicts(lengths: str) -> None:
