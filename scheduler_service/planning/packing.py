@@ -180,7 +180,8 @@ def pack_all(packing: Packing) -> int:
     end = len(packing.queue.id)
     first, microbatch, before = 0, 0, 0
     while first < end:
-        before += fill_microbatch(packing, microbatch, first, before, 0)
+        opened, _ = fill_microbatch(packing, microbatch, first, before, 0)
+        before += opened
         microbatch += 1
         first = next_waiting(packing.queue.waiting, first)
     return before
@@ -202,11 +203,12 @@ def set_begins(packing: Packing, first: int) -> None:
 
 
 @compiled
-def fill_microbatch(packing: Packing, microbatch: int, first: int, before: int, split: int) -> int:
-    """Place what fits in one microbatch, by the rules of the module's docstring: the number of groups it opened.
+def fill_microbatch(packing: Packing, microbatch: int, first: int, before: int, split: int) -> tuple[int, float]:
+    """Place what fits in one microbatch, by the rules of the module's docstring.
 
     `first` is the first waiting position; groups are counted from `before`. Sequences before position `split` fill
-    groups up to the `early` limits only, which leaves room for those behind it.
+    groups up to the `early` limits only, which leaves room for those behind it. Returns the number of groups that it
+    opened, and what it placed from before the split, Σ w(s).
     """
     queue, classes, early, begin, wake, weight, groups, ready, parked, placement, openings, cursor, taken = packing
     end = len(queue.id)
@@ -215,6 +217,7 @@ def fill_microbatch(packing: Packing, microbatch: int, first: int, before: int, 
     wake[:] = end
     cursor[:] = openings.first[: len(cursor)]
     opened = 0
+    placed_early = 0.0
     opens = first  # first position that can open a group
     own = len(begin) - 1  # class of the position at hand; only falls
     position = first
@@ -252,12 +255,14 @@ def fill_microbatch(packing: Packing, microbatch: int, first: int, before: int, 
                 chosen += 1
         if group >= 0:
             placement.group[position] = before + group
+            if position < split:
+                placed_early += weight_of(weight, length)
             queue.waiting[position] = position + 1
             position += 1
         else:
             position = min(wake.min(), opens)
         position = next_waiting(queue.waiting, position)
-    return opened
+    return opened, placed_early
 
 
 @compiled

@@ -7,12 +7,16 @@ microbatch is as large as that.
 What fits is placed by the rules of `packing`.
 
 Long sequences cost attention, short ones tokens. Taken strictly by length, the first microbatches would be all
-attention and the last all tokens, which the token budget makes small, whatever their size should be. So the sequences
-are split in two: those before the split, together a share of all cost, fill each microbatch to that share of its
-size only, and those behind it fill the rest.
+attention and the last all tokens, and differ in how much of their time is forward; or the token budget would make the
+last ones small, whatever their size should be. So the sequences are split in two: those before the split fill each
+microbatch to their share of what still waits, and those behind it fill the rest.
 
 Sizes are scaled to what still waits, so that a microbatch that stays below its size leaves the rest to the next ones,
 not to one more at the end.
+
+A small microbatch is a few sequences for each rank, and whole sequences do not fill it evenly. What an expert-parallel
+group waits for is its fullest rank; so where a rank would get less than some sequences, they run on a few ranks
+together.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_service.compiled import compiled
-from scheduler_service.domain import CostModel, Pool
+from scheduler_service.domain import Batch, CostModel, Pool
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from scheduler_service.planning.degrees import MOST_LOAD, DegreeClasses, degree_classes
 from scheduler_service.planning.load_target import LoadTarget
@@ -47,6 +51,9 @@ LongColumn = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 
+SEQUENCES_OF_A_GROUP = 8
+"""Degrees whose groups would hold fewer sequences of typical length are left out, up to the size of an EP group."""
+
 ROOM_OF_THE_LAST = 2.0
 """The last microbatch is to take all that is left. Its limit does not shape it: the least loaded group is filled."""
 
@@ -69,17 +76,17 @@ class Packed(NamedTuple):
         return columns_of(self.packing)
 
 
-def cost_weight(cost: CostModel, longest: int) -> Weight:
-    """w(s) that is proportional to the cost of a sequence, up to rounding, and fits the heaps."""
+def cost_weight(cost: CostModel, batch: Batch) -> Weight:
+    """w(s) that is proportional to the cost of a sequence, up to rounding; that of the whole batch fits the heaps."""
     attention, linear = (1 + BACKWARD_ATTENTION) * cost.theta, (1 + BACKWARD_LINEAR) * cost.tau
     if attention == 0 or linear / attention > 1 << 38:
         return Weight(0, 1, 0)
     # Sixteen more bits where there is room, or a small τ would round to nothing.
     quadratic = 1 << 16
     per_token = round(linear / attention * quadratic)
-    if per_token > 1 << 38 or longest > 1 << 20:
+    if per_token > 1 << 38 or batch.longest > 1 << 20:
         quadratic, per_token = 1, round(linear / attention)
-    most = (quadratic * longest + per_token) * longest
+    most = quadratic * int(batch.sum_of_squares) + per_token * batch.tokens
     return Weight(quadratic, per_token, max(0, most.bit_length() - MOST_LOAD.bit_length() + 1))
 
 
@@ -119,7 +126,8 @@ def pack_to_profile(
     )
     packing = new_packing(queue, pool, classes, weight)
     limit, early = np.empty((2, len(sizes) + 2 + len(sizes) // 8, len(capacity)), np.int64)
-    microbatches, groups, split = _pack(packing, pool.total_speed, sizes, 1.0 + slack, early_share, limit, early)
+    profile = _Profile(sizes, 1.0 + slack, pool.total_speed, pool.ep)
+    microbatches, groups, split = _pack(packing, profile, early_share, limit, early)
     if microbatches < 0:
         return None
     behind = int(queue.length[split]) if split < len(queue.length) else 0
@@ -127,46 +135,59 @@ def pack_to_profile(
     return Packed(packing, loads, limit[:microbatches], early[:microbatches], behind)
 
 
+class _Profile(NamedTuple):
+    """What microbatches should hold."""
+
+    sizes: Seconds
+    margin: float
+    total_speed: float
+    ep: int
+
+
 @compiled
 def _pack(
-    packing: Packing,
-    total_speed: float,
-    sizes: Seconds,
-    margin: float,
-    early_share: float,
-    limit: LongColumn,
-    early: LongColumn,
+    packing: Packing, profile: _Profile, early_share: float, limit: LongColumn, early: LongColumn
 ) -> tuple[int, int, int]:
     """Fills `limit` and `early`. The number of microbatches, −1 where the rows do not do; of groups; the split."""
-    lengths = packing.queue.length
-    left = 0.0  # a sum of this many weights can pass 64 bits; one added after the other, it is the same everywhere
-    for length in lengths:
-        left += weight_of(packing.weight, length)
+    lengths, sizes = packing.queue.length, profile.sizes
+    left = _total_weight(packing, 0, len(lengths))
     split = _split(packing, early_share * left)
+    early_left = _total_weight(packing, 0, split)
     sizes_left = sizes.sum()
 
     microbatch, groups, first = 0, 0, 0
     while first < len(lengths):
         if microbatch == len(limit):
             return -1, groups, split
-        size = left / total_speed
+        size = left / profile.total_speed
         if microbatch < len(sizes) - 1:
             size *= sizes[microbatch] / sizes_left
             sizes_left -= sizes[microbatch]
         else:
             size *= ROOM_OF_THE_LAST
-        _set_limits(packing, first, size * margin, early_share, split)
+        share = min(1.0, early_left / left) if left > 0.0 else 1.0
+        _set_limits(packing, first, size * profile.margin, share, split, profile.ep)
         limit[microbatch] = packing.classes.limit
         early[microbatch] = packing.early
         set_begins(packing, first)
-        opened = fill_microbatch(packing, microbatch, first, groups, split)
+        opened, placed_early = fill_microbatch(packing, microbatch, first, groups, split)
         for group in range(opened):
             left -= packing.groups.load[group] - packing.groups.handicap[group]
         left = max(left, 0.0)
+        early_left = max(early_left - placed_early, 0.0)
         groups += opened
         microbatch += 1
         first = next_waiting(packing.queue.waiting, first)
     return microbatch, groups, split
+
+
+@compiled
+def _total_weight(packing: Packing, first: int, last: int) -> float:
+    """Σ w(s) of the positions from `first` to before `last`, one added after the other: the same everywhere."""
+    total = 0.0
+    for position in range(first, last):
+        total += weight_of(packing.weight, packing.queue.length[position])
+    return total
 
 
 @compiled
@@ -183,7 +204,7 @@ def _split(packing: Packing, early: float) -> int:
 
 
 @compiled
-def _set_limits(packing: Packing, first: int, size: float, early_share: float, split: int) -> None:
+def _set_limits(packing: Packing, first: int, size: float, early_share: float, split: int, ep: int) -> None:
     """Set the limits and the longest sequences of all classes for a microbatch whose first sequence is at `first`."""
     classes, weight, lengths = packing.classes, packing.weight, packing.queue.length
     speeds = packing.openings.speed[packing.openings.first[: len(classes.degree)]]  # of the fastest groups
@@ -198,6 +219,8 @@ def _set_limits(packing: Packing, first: int, size: float, early_share: float, s
     size = max(size, least)
     early = max(size * early_share, least)
     behind = lengths[split] if split < len(lengths) else 0
+    middle = min(next_waiting(packing.queue.waiting, (first + len(lengths)) // 2), len(lengths) - 1)
+    least_of_group = SEQUENCES_OF_A_GROUP * weight_of(weight, lengths[middle])
     so_far = 0
     for row in range(len(classes.degree)):
         limit = int(min(float(MOST_LOAD), size * classes.degree[row]))
@@ -207,6 +230,8 @@ def _set_limits(packing: Packing, first: int, size: float, early_share: float, s
         early_allowed = int(speeds[row] * min(float(MOST_LOAD), early * classes.degree[row]))
         if row == most:
             early_allowed = max(early_allowed, heaviest)
+        elif classes.degree[row] < ep and limit < least_of_group:
+            limit = allowed = early_allowed = 0
         classes.limit[row] = limit
         packing.early[row] = limit - allowed + early_allowed
         own = max(_longest_of(weight, early_allowed, longest), min(behind, _longest_of(weight, allowed, longest)))

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from scheduler_service.domain import Batch, CostModel, Plan, Pool
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
 from scheduler_service.planning.load_target import choose_target
+from scheduler_service.planning.microbatch_order import improved_order
 from scheduler_service.planning.packing import Queue, queue_of
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.planning.profile_packing import Packed, cost_weight, pack_to_profile, pack_to_target
@@ -30,19 +31,19 @@ from scheduler_service.simulation import microbatch_times, pipeline_spans
 
 Seconds = npt.NDArray[np.float64]
 
-COUNTS = 12
+COUNTS = 20
 """How many microbatch counts are screened by one pipeline."""
 
 MOST_SCREENED = 4096
 """Microbatches of all screened counts together."""
 
 PACKED = (
-    (0, 0.01, 0.0), (1, 0.01, 0.0), (2, 0.01, 0.0), (0, 0.01, 0.5), (3, 0.01, 0.0), (1, 0.01, 0.5),
-    (2, 0.01, 0.5), (3, 0.01, 0.5), (2, 0.01, 0.7), (0, 0.03, 0.0), (1, 0.01, 0.7), (0, 0.03, 0.5),
+    (0, 0.01, 0.1), (1, 0.01, 0.1), (0, 0.01, 0.2), (0, 0.01, 0.0), (1, 0.01, 0.2), (0, 0.01, 0.3), (1, 0.01, 0.0),
+    (0, 0.0, 0.05), (2, 0.01, 0.1), (2, 0.01, 0.2), (0, 0.03, 0.1), (3, 0.01, 0.1), (2, 0.01, 0.0), (0, 0.01, 0.5),
 )  # fmt: skip
 """What is packed: rank of the count in the screening, slack of the sizes, share of the cost before the split."""
 
-ALWAYS_PACKED = 5
+ALWAYS_PACKED = 8
 """So many of them for any batch; the smaller the batch, the more."""
 
 _SEQUENCES_FOR_MORE = 60_000
@@ -94,7 +95,7 @@ def _candidates(
     shape = _shape(batch, packed_for, cost)
     if shape.work_s == 0:
         return
-    weight = cost_weight(cost, batch.longest)
+    weight = cost_weight(cost, batch)
     needs = _needs(queue, packed_for, cost, cap)
     profiles = [best_profile(shape, count, needs) for count in _counts(batch, packed_for, shape)]
     profiles.sort(key=lambda found: found.span_s)
@@ -151,6 +152,9 @@ def _candidate(
         taken = forward.mean(axis=0) + backward.mean(axis=0)
         place[np.argsort(-taken, kind="stable")] = np.argsort(-wanted.sizes, kind="stable")
     order = np.argsort(place)
+    if wanted is not None:
+        order = improved_order(forward.mean(axis=0), backward.mean(axis=0), pool.stages, order)
+        place[order] = np.arange(count, dtype=np.int32)
     # Empty microbatches that fill up the pool's multiple come last.
     empty = ((0, 0), (0, -count % pool.microbatch_multiple))
     forward, backward = (np.pad(t[:, order], empty, constant_values=cost.overhead) for t in (forward, backward))

@@ -23,7 +23,7 @@ def check(posed: Problem, sizes: list[float], slack: float, early_share: float) 
     batch, pool, cost, _ = posed
     if memory_degree(batch.longest, pool) is None:
         return False
-    weight = cost_weight(cost, batch.longest)
+    weight = cost_weight(cost, batch)
     packed = pack_to_profile(queue_of(batch), pool, weight, np.array(sizes), slack=slack, early_share=early_share)
     if packed is None:
         return False
@@ -31,7 +31,7 @@ def check(posed: Problem, sizes: list[float], slack: float, early_share: float) 
     def weigh(length: int) -> int:
         return (weight.quadratic * length + weight.linear) * length >> weight.shift
 
-    assert weigh(batch.longest) <= MOST_LOAD
+    assert sum(map(weigh, batch.lengths.tolist())) <= MOST_LOAD
 
     def limit(microbatch: int, degree: int, length: int) -> int:
         rows = packed.limit if length <= packed.split else packed.early
@@ -91,7 +91,7 @@ def test_microbatches_take_the_sizes_that_are_asked_for() -> None:
     batch = Batch(np.clip(np.random.default_rng(0).lognormal(5, 1.2, 20_000), 1, 4000).astype(int))
     pool, cost = Pool(16, 1_000_000), CostModel(theta=1e-8, tau=1e-5)
     sizes = np.array([8.0, 4.0, 2.0, 1.0])
-    packed = pack_to_profile(queue_of(batch), pool, cost_weight(cost, batch.longest), sizes, slack=0.0)
+    packed = pack_to_profile(queue_of(batch), pool, cost_weight(cost, batch), sizes, slack=0.0)
     assert packed is not None
     seconds = 3.5 * cost.theta * packed.groups.load + 3 * cost.tau * packed.groups.tokens
     taken = np.bincount(packed.groups.microbatch, seconds * packed.groups.degree)[:4] / pool.ranks
@@ -100,23 +100,23 @@ def test_microbatches_take_the_sizes_that_are_asked_for() -> None:
 
 def test_gives_up_where_the_token_budget_needs_many_more_microbatches() -> None:
     batch, pool = Batch([10] * 400), Pool(4, 10)
-    assert pack_to_profile(queue_of(batch), pool, cost_weight(CostModel(), 10), np.ones(8), slack=0.0) is None
+    assert pack_to_profile(queue_of(batch), pool, cost_weight(CostModel(), batch), np.ones(8), slack=0.0) is None
 
 
 def test_a_weight_is_proportional_to_the_cost() -> None:
     cost = CostModel(theta=2.6e-10, tau=4.1e-5)
-    weight = cost_weight(cost, 262_144)
+    weight = cost_weight(cost, Batch([262_144, 1000]))
     weigh = [((weight.quadratic * s + weight.linear) * s) >> weight.shift for s in (1000, 262_144)]
     seconds = [3.5 * cost.theta * s * s + 3 * cost.tau * s for s in (1000, 262_144)]
     assert weigh[1] / weigh[0] == pytest.approx(seconds[1] / seconds[0], rel=1e-4)
-    assert cost_weight(CostModel(theta=0.0), 100).quadratic == 0
-    assert cost_weight(CostModel(tau=0.0), 100).linear == 0
+    assert cost_weight(CostModel(theta=0.0), Batch([100])).quadratic == 0
+    assert cost_weight(CostModel(tau=0.0), Batch([100])).linear == 0
 
 
 def test_sequences_before_the_split_leave_their_share_of_every_microbatch_to_those_behind() -> None:
     """One rank, two microbatches of 90 tokens each: 40, 40, 40, 10 × 6."""
-    queue, pool = queue_of(Batch([40, 40, 40, *[10] * 6])), Pool(1, 1000)
-    by_tokens = cost_weight(CostModel(theta=0.0), 40)
+    batch, pool = Batch([40, 40, 40, *[10] * 6]), Pool(1, 1000)
+    queue, by_tokens = queue_of(batch), cost_weight(CostModel(theta=0.0), batch)
     by_length = pack_to_profile(queue, pool, by_tokens, np.ones(2), slack=0.0)
     assert by_length is not None
     assert by_length.columns.microbatch.tolist() == [0, 0, 1, *[0], *[1] * 5]
@@ -125,3 +125,37 @@ def test_sequences_before_the_split_leave_their_share_of_every_microbatch_to_tho
     # 0.6 of 90 holds one 40; five 10s fill the rest. The last microbatch takes all that is left.
     assert mixed.split == 10
     assert mixed.columns.microbatch.tolist() == [0, 1, 1, *[0] * 5, 1]
+
+
+def test_every_microbatch_gets_its_share_of_the_sequences_before_the_split() -> None:
+    batch = Batch([1000] * 40 + [10] * 20_000)
+    pool, cost = Pool(8, 1_000_000), CostModel(theta=1e-8, tau=1e-5)
+    weight = cost_weight(cost, batch)
+    packed = pack_to_profile(queue_of(batch), pool, weight, np.ones(5), slack=0.01, early_share=0.25)
+    assert packed is not None
+    long = batch.lengths == 1000
+    assert np.bincount(packed.columns.microbatch[long]).tolist() == [8] * 5
+
+
+def test_a_group_of_the_whole_pool_is_filled_as_far_as_any_other() -> None:
+    """The longest opens it; what the others weigh together is far above what one sequence can."""
+    batch = Batch([262_144, *[200] * 40_000])
+    pool, cost = Pool(2048, 8192), CostModel(theta=2.6e-10, tau=4.1e-5)
+    packed = pack_to_profile(queue_of(batch), pool, cost_weight(cost, batch), np.ones(8), slack=0.0)
+    assert packed is not None
+    assert packed.columns.degree[0] == 2048
+    tokens = np.bincount(packed.groups.microbatch, packed.groups.tokens * packed.groups.degree)
+    long_s = 3.5 * cost.theta * 262_144**2 + 3 * cost.tau * 262_144
+    rest_s = 3 * cost.tau * 200 * 40_000
+    expected = 262_144 + ((long_s + rest_s) / 8 - long_s) / (3 * cost.tau)
+    assert tokens[packed.columns.microbatch[0]] == pytest.approx(expected, rel=0.02)
+
+
+def test_where_a_rank_gets_few_sequences_some_ranks_of_an_ep_group_share_more() -> None:
+    """Sequences of 50 tokens; 240 for a rank in the first microbatch, 120 in the second: eight take 2 ranks, and 4."""
+    batch, sizes = Batch([50] * 384), np.array([4.0, 1.0])
+    weight = cost_weight(CostModel(theta=0.0), batch)
+    for ep, degrees in ((1, {(0, 1), (1, 1)}), (2, {(0, 2), (1, 2)}), (8, {(0, 2), (1, 4)})):
+        packed = pack_to_profile(queue_of(batch), Pool(64, 8192, ep=ep), weight, sizes, slack=0.0)
+        assert packed is not None
+        assert set(zip(packed.columns.microbatch.tolist(), packed.columns.degree.tolist(), strict=True)) == degrees
