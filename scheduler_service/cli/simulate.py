@@ -36,7 +36,6 @@ from scheduler_service.planning.iteration import POLICIES_FOR_SLOW_RANKS
 from scheduler_service.simulation import Forecast, forecast
 from scheduler_service.simulation.cluster import Cluster, Engine
 from scheduler_service.simulation.job import Simulation
-from scheduler_service.simulation.job import simulate as run_plan
 from scheduler_service.simulation.memory import largest_budget, plan_memory
 from scheduler_service.simulation.paper import paper_setting
 from scheduler_service.simulation.pictures import figure_class, time_picture
@@ -158,23 +157,6 @@ def simulate(
         raise typer.Exit(INTERRUPTED)
 
 
-def compare_at_true_speeds(
-    batch: Batch, cluster: Cluster, policies: Iterable[str], engine: Engine | None = None
-) -> Iterator[Outcome]:
-    """`compare`, also for systems that take all ranks for equally fast: what they plan so runs on the ranks there are.
-
-    Such systems have no plan where ranks are excluded.
-    """
-    even = replace(cluster, speeds=cluster.pool.evened.speeds)
-    for policy in policies:
-        knows = even == cluster or policy in POLICIES_FOR_SLOW_RANKS
-        (outcome,) = compare(batch, cluster if knows else even, [policy], engine=engine)
-        if not knows and outcome.plan is not None:
-            job = cluster.with_engine(outcome.engine)
-            outcome = replace(outcome, simulation=run_plan(outcome.plan, batch, job))
-        yield outcome
-
-
 def _with_speeds(cluster: Cluster, speeds: list[tuple[int, float]]) -> Cluster:
     """What the options say of a rank goes over what the cluster's file says of it."""
     named = dict(speeds)
@@ -242,7 +224,7 @@ def _on_cluster(
     report: Report, batch: Batch, cluster: Cluster, policies: Iterable[str], engine: Engine | None,
     train_tokens: float | None,
 ) -> Iterator[str]:  # fmt: skip
-    for outcome in compare_at_true_speeds(batch, cluster, policies, engine):
+    for outcome in compare(batch, cluster, policies, engine=engine):
         if outcome.error is not None:
             report.errors[outcome.policy] = outcome.error
         else:

@@ -28,9 +28,10 @@ from rich.table import Table
 from scheduler_service.cli.console import wide_console
 from scheduler_service.cli.failures import ExitCode, reported
 from scheduler_service.cli.length_files import read_batch
-from scheduler_service.cli.simulate import compare_at_true_speeds, dollars_per_million_tokens, memory_figures
+from scheduler_service.cli.simulate import dollars_per_million_tokens, memory_figures
 from scheduler_service.domain import Batch, HydraCpError, InvalidInputError, Reason
 from scheduler_service.planning import POLICIES, warm_up
+from scheduler_service.planning.comparison import compare
 from scheduler_service.simulation.cluster import Cluster
 from scheduler_service.simulation.presets import load_cluster
 from scheduler_service.simulation.workloads import WORKLOADS, paper_batch
@@ -99,7 +100,7 @@ def run_case(policy: str, job: Job) -> dict[str, Any]:
     """Simulate one case, in this process. A system that cannot plan gives an `error`."""
     warm_up()
     cluster, batch = job.cluster, job.batch
-    (outcome,) = compare_at_true_speeds(batch, cluster, [policy])
+    (outcome,) = compare(batch, cluster, [policy])
     figures = {
         "input": job.digest, "gpus": cluster.gpus, "sequences": len(batch), "tokens": batch.tokens,
         "engine": str(outcome.engine),

@@ -1,9 +1,9 @@
 """What each scheduling system would do with the same batch on the same cluster.
 
 Every system plans with the simple cost model that comes closest to the cluster, runs its plan on an engine that it
-comes with, and is judged by the model of operators. The simple model knows nothing of exchanges, so systems that choose
-wide groups would pay for what they cannot see; therefore each may lower its largest degree as long as that makes its
-iteration shorter.
+comes with, and is judged by the model of operators, which `hydra_search` also chooses among its candidates with. The
+simple model knows nothing of exchanges, so systems that choose wide groups would pay for what they cannot see;
+therefore each may lower its largest degree as long as that makes its iteration shorter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from types import MappingProxyType
 
 from scheduler_service.domain import Batch, HydraCpError, Plan
 from scheduler_service.planning.feasibility import require_fit
-from scheduler_service.planning.iteration import plan_iteration
+from scheduler_service.planning.iteration import POLICIES_FOR_SLOW_RANKS, plan_iteration
 from scheduler_service.simulation.cluster import Cluster, Engine
-from scheduler_service.simulation.job import Simulation, simulate
+from scheduler_service.simulation.job import ClusterObjective, Simulation, simulate
 from scheduler_service.simulation.simple_cost import simple_cost
 
 OURS, MEGATRON_CORE = (Engine.HYBRID,), (Engine.RING, Engine.ULYSSES)
@@ -62,20 +62,31 @@ def compare(
     engine: Engine | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Outcome]:
-    """One outcome after the other, as they come. `engine`: run all plans on this one instead of each on its own."""
+    """One outcome after the other, as they come. `engine`: run all plans on this one instead of each on its own.
+
+    What systems that take all ranks for equally fast plan so, runs on the ranks there are. Such systems have no plan
+    where ranks are excluded.
+    """
+    even = replace(cluster, speeds=cluster.pool.evened.speeds)
     for policy in policies:
-        jobs = [cluster.with_engine(each) for each in ((engine,) if engine else ENGINES[policy])]
-        yield _outcome(batch, jobs, policy, clock)
+        knows = even == cluster or policy in POLICIES_FOR_SLOW_RANKS
+        jobs = [(cluster if knows else even).with_engine(each) for each in ((engine,) if engine else ENGINES[policy])]
+        outcome = _outcome(batch, jobs, policy, clock)
+        if not knows and outcome.plan is not None:
+            job = cluster.with_engine(outcome.engine)
+            outcome = replace(outcome, simulation=simulate(outcome.plan, batch, job))
+        yield outcome
 
 
 def _outcome(batch: Batch, jobs: list[Cluster], policy: str, clock: Callable[[], float]) -> Outcome:
     cluster = jobs[0]
-    cost = simple_cost(cluster)
+    cost, objective = simple_cost(cluster), ClusterObjective(cluster)
     best: Outcome | None = None
     limit: int | None = None
     while True:
         try:
-            plan = plan_iteration(batch, replace(cluster.pool, max_degree=limit), policy=policy, cost=cost, clock=clock)
+            pool = replace(cluster.pool, max_degree=limit)
+            plan = plan_iteration(batch, pool, policy=policy, cost=cost, objective=objective, clock=clock)
         except HydraCpError as error:
             return best or Outcome(policy, cluster.engine, plan_s=0.0, error=error)
         runs = [Outcome(policy, job.engine, plan.header.plan_s, plan, simulate(plan, batch, job)) for job in jobs]

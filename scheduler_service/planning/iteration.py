@@ -20,7 +20,7 @@ from scheduler_service.planning.policies import (
 )
 from scheduler_service.planning.policy import PlanningConfig, Policy
 from scheduler_service.planning.verify import verify_plan
-from scheduler_service.simulation import forecast
+from scheduler_service.simulation import Objective, forecast
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -49,11 +49,13 @@ def plan_iteration(
     policy: str = DEFAULT_POLICY,
     cost: CostModel | None = None,
     cap: int | None = None,
+    objective: Objective | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Plan:
     """A verified plan of `batch` on `pool`, the same to the byte for the same input.
 
-    `cost` defaults to `CostModel()`; `cap` fixes the degree cap C where the policy has one. The header's
+    `cost` defaults to `CostModel()`; `cap` fixes the degree cap C where the policy has one; `objective` is what
+    `hydra_search` minimises, instead of the iteration by the simple cost model. The header's
     `predicted_s` and `lower_bound_s` are seconds by the simple cost model; `plan_s` is what `clock` measured for
     planning and verification. These three are no part of the plan's digest.
 
@@ -62,7 +64,7 @@ def plan_iteration(
     """
     place = find_policy(policy, pool)
     began = clock()
-    plan = place(batch, pool, PlanningConfig(cost or CostModel(), cap))
+    plan = place(batch, pool, PlanningConfig(cost or CostModel(), cap, objective))
     verify_plan(plan, batch)
     plan_s = clock() - began
     return plan.with_predictions(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_service.domain import Batch, CostModel, InvalidInputError, Plan, PlanHeader, Pool, Reason
+from scheduler_service.simulation.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class PlanningConfig:
     cost: CostModel = field(default_factory=CostModel)
     cap: int | None = None
     """Fixes the degree cap C; None lets the policy choose."""
+    objective: Objective | None = None
+    """What a policy that searches minimises; None: the iteration by the simple cost model."""
 
     def __post_init__(self) -> None:
         if self.cap is not None and (isinstance(self.cap, bool) or not isinstance(self.cap, int | np.integer)):

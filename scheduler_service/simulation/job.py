@@ -36,6 +36,7 @@ from scheduler_service.simulation.layer_times import (
     rounded,
 )
 from scheduler_service.simulation.loads import GroupLoads, group_loads
+from scheduler_service.simulation.objective import Order
 from scheduler_service.simulation.operators import BYTES, Documents
 from scheduler_service.simulation.pipeline import PipelineReplay, replay_pipeline
 
@@ -123,13 +124,10 @@ def simulate(plan: Plan, batch: Batch, cluster: Cluster, *, scheduling_s: float 
     groups = group_loads(plan, batch)
     _require_no_excluded(groups, cluster)
     work = _Work.of(cluster, groups, plan.header.microbatches)
-    layers = np.array([[getattr(stage, kind) for kind in KINDS] for stage in cluster.stage_layers], float)
-
-    # Every stage is a whole number of layers of each kind: (2, stages, microbatches, EP groups).
-    times = np.einsum("sk,kdme->dsme", layers, work.together)
+    layers = _layers(cluster)
+    times = _stage_times(work, layers)
     latency, p2p = _messages(cluster, work)
-    forward, backward = np.moveaxis(times, -1, 1)
-    replay = replay_pipeline(forward, backward, p2p_latency=latency, chunks=cluster.chunks)
+    replay = _replay(cluster, times, latency)
     sync = gradient_sync(cluster)
     sync_s, step_s = _after(cluster, sync, replay, times)
     ranks = _rank_times(cluster, work, layers, replay)
@@ -167,6 +165,41 @@ def _require_no_excluded(groups: GroupLoads, cluster: Cluster) -> None:
             f"the plan has a group on ranks {start} … {start + degree - 1}, of which cluster {cluster.name} excludes "
             "some: plan for the cluster's own pool",
         )
+
+
+@dataclass(frozen=True)
+class ClusterObjective:
+    """The iteration by the model of operators, for planners that search: what `simulate` says, to the last bit."""
+
+    cluster: Cluster
+
+    def times(self, groups: GroupLoads, microbatches: int) -> ClusterTimes:
+        """See `Objective`."""
+        _require_no_excluded(groups, self.cluster)
+        work = _Work.of(self.cluster, groups, microbatches)
+        latency, _ = _messages(self.cluster, work)
+        return ClusterTimes(self.cluster, _stage_times(work, _layers(self.cluster)), latency)
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterTimes:
+    """Times of a packing on a cluster."""
+
+    cluster: Cluster
+    seconds: Seconds
+    """(2, stages, microbatches, EP groups)."""
+    latency: float
+
+    def mean(self) -> tuple[Seconds, Seconds]:
+        """See `MicrobatchTimes`."""
+        forward, backward = self.seconds.mean(axis=(1, 3))
+        return forward, backward
+
+    def iteration_s(self, order: Order) -> float:
+        """See `MicrobatchTimes`."""
+        times = self.seconds[:, :, order]
+        replay = _replay(self.cluster, times, self.latency)
+        return float(replay.span.max()) + sum(_after(self.cluster, gradient_sync(self.cluster), replay, times))
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,6 +294,21 @@ def _add_layer(
 
 def _sent(traffic: Traffic, ranks: npt.NDArray[np.float64] | float) -> npt.NDArray[np.float64]:
     return np.array([float((traffic.node * ranks).sum()), float((traffic.network * ranks).sum())])
+
+
+def _layers(cluster: Cluster) -> Seconds:
+    """Layers of each kind on each stage, (stages, kinds)."""
+    return np.array([[getattr(stage, kind) for kind in KINDS] for stage in cluster.stage_layers], float)
+
+
+def _stage_times(work: _Work, layers: Seconds) -> Seconds:
+    """Every stage is a whole number of layers of each kind: (2, stages, microbatches, EP groups)."""
+    return np.einsum("sk,kdme->dsme", layers, work.together)
+
+
+def _replay(cluster: Cluster, times: Seconds, latency: float) -> PipelineReplay:
+    forward, backward = np.moveaxis(times, -1, 1)
+    return replay_pipeline(forward, backward, p2p_latency=latency, chunks=cluster.chunks)
 
 
 def _messages(cluster: Cluster, work: _Work) -> tuple[float, npt.NDArray[np.float64]]:

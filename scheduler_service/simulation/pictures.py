@@ -74,6 +74,6 @@ def figure_class() -> type[Figure]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            Reason.INVALID_ARGUMENT, "a picture needs matplotlib, which is not installed: pip install matplotlib"
+            Reason.INVALID_ARGUMENT, "a picture needs matplotlib, which is not installed: install hydra-cp[plots]"
         ) from error
     return Figure

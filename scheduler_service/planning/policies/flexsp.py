@@ -18,7 +18,11 @@ for very many microbatches, this is the plan of one degree. It takes no degree c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,17 +185,18 @@ def solve(chunk: Column, batch: Batch, pool: Pool, cost: CostModel) -> list[Grou
     )
     sizes = np.array([len(bucket) for bucket in buckets])
     most = np.minimum(sizes[:, None], np.where(capacity > 0, capacity // tokens, 0))
-    result = milp(
-        np.append(np.zeros((count + 1) * groups), 1.0),
-        integrality=np.append(np.ones((count + 1) * groups), 0),
-        bounds=bounds_of(0, np.concatenate([most.ravel(), np.ones(groups), [np.inf]])),
-        constraints=constraint(
-            matrix.tocsr(),
-            np.concatenate([sizes, np.full(2 * groups + 1, -np.inf)]),
-            np.concatenate([sizes, np.zeros(2 * groups), [pool.ranks]]),
-        ),
-        options={"node_limit": NODES, "mip_rel_gap": GAP},
-    )
+    with _native_output_to_stderr():
+        result = milp(
+            np.append(np.zeros((count + 1) * groups), 1.0),
+            integrality=np.append(np.ones((count + 1) * groups), 0),
+            bounds=bounds_of(0, np.concatenate([most.ravel(), np.ones(groups), [np.inf]])),
+            constraints=constraint(
+                matrix.tocsr(),
+                np.concatenate([sizes, np.full(2 * groups + 1, -np.inf)]),
+                np.concatenate([sizes, np.zeros(2 * groups), [pool.ranks]]),
+            ),
+            options={"node_limit": NODES, "mip_rel_gap": GAP},
+        )
     if result.x is None:
         return None
     chosen = np.rint(result.x[: count * groups]).astype(np.int64).reshape(count, groups)
@@ -204,6 +209,20 @@ def solve(chunk: Column, batch: Batch, pool: Pool, cost: CostModel) -> list[Grou
     ):
         return None
     return _filled(chosen, degrees, buckets)
+
+
+@contextmanager
+def _native_output_to_stderr() -> Iterator[None]:
+    """HiGHS prints a few of its notes whatever it is told, where a caller may be writing JSON."""
+    sys.stdout.flush()
+    native, stdout = ctypes.CDLL(None), os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        native.fflush(None)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _slots(chunk: Column, pool: Pool) -> Column:

@@ -3,8 +3,9 @@
 The plan of `hydra` is one candidate. The others follow profiles (`ramps`): for each of a fixed list of microbatch
 counts the best profile is found on a replay of the mean pipeline, and the most promising counts are packed
 (`profile_packing`) with a little slack, largest microbatch first. Each microbatch then takes the place of its size in
-the profile, and all pipelines are replayed. The fastest by the simple cost model wins, the first of equals; so it is
-never slower than `hydra`, by the model. It follows no other system; source: design of planning, section 4.
+the profile, a few are exchanged (`microbatch_order`), and all pipelines are replayed. The fastest by the objective
+wins, the first of equals; so it is never slower than `hydra`, by that objective: the simple cost model, or one of
+operators where there is one. It follows no other system; source: design of planning, section 4.
 
 The candidates depend on the input alone, never on the clock: the same input gives the same bytes.
 """
@@ -27,7 +28,7 @@ from scheduler_service.planning.packing import Queue, queue_of
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.planning.profile_packing import Packed, cost_weight, pack_to_profile, pack_to_target
 from scheduler_service.planning.ramps import Profile, Shape, best_profile, profile
-from scheduler_service.simulation import microbatch_times, pipeline_spans
+from scheduler_service.simulation import Objective, SimpleObjective
 
 Seconds = npt.NDArray[np.float64]
 
@@ -66,7 +67,7 @@ class Candidate(NamedTuple):
 
 
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
-    """Plan `batch`: the fastest of a fixed list of candidates, by the simple cost model."""
+    """Plan `batch`: the fastest of a fixed list of candidates, by the configured objective."""
     queue = queue_of(batch)
     # Slow ranks get their share, or are taken for equal: the replay, which knows their speed, decides.
     candidates = (
@@ -87,9 +88,9 @@ def _candidates(
 
     One at a time: each holds as much memory as a plan.
     """
-    cost = config.cost
+    cost, objective = config.cost, config.objective or SimpleObjective(pool, config.cost)
     target = choose_target(batch, packed_for, cost, config.cap)
-    yield _candidate(pack_to_target(queue, packed_for, target), pool, cost, target.cap, load=target.load)
+    yield _candidate(pack_to_target(queue, packed_for, target), pool, objective, target.cap, load=target.load)
 
     cap = target.cap if config.cap else None
     shape = _shape(batch, packed_for, cost)
@@ -106,7 +107,7 @@ def _candidates(
             if packed is not None:
                 # The packing may have needed a few more microbatches, or fewer.
                 wanted = profile(shape, len(packed.limit), needs, profiles[rank].ends)
-                yield _candidate(packed, pool, cost, cap or 0, wanted)
+                yield _candidate(packed, pool, objective, cap or 0, wanted)
 
 
 def _shape(batch: Batch, pool: Pool, cost: CostModel) -> Shape:
@@ -142,20 +143,16 @@ def _counts(batch: Batch, pool: Pool, shape: Shape) -> list[int]:
 
 
 def _candidate(
-    packed: Packed, pool: Pool, cost: CostModel, cap: int, wanted: Profile | None = None, load: float = 0.0
+    packed: Packed, pool: Pool, objective: Objective, cap: int, wanted: Profile | None = None, load: float = 0.0
 ) -> Candidate:
-    """Replay a packing, its microbatches in the places of their sizes in the profile, or unmoved."""
+    """Replay a packing: its microbatches in the places of their sizes in the profile, and improved, or unmoved."""
     count = len(packed.limit)
-    forward, backward = microbatch_times(packed.groups, pool, cost, count)
-    place = np.arange(count, dtype=np.int32)
+    empty = -count % pool.microbatch_multiple  # they fill up the multiple and come last
+    times = objective.times(packed.groups, count + empty)
+    order = np.arange(count + empty)
     if wanted is not None:
-        taken = forward.mean(axis=0) + backward.mean(axis=0)
-        place[np.argsort(-taken, kind="stable")] = np.argsort(-wanted.sizes, kind="stable")
-    order = np.argsort(place)
-    if wanted is not None:
-        order = improved_order(forward.mean(axis=0), backward.mean(axis=0), pool.stages, order)
-        place[order] = np.arange(count, dtype=np.int32)
-    # Empty microbatches that fill up the pool's multiple come last.
-    empty = ((0, 0), (0, -count % pool.microbatch_multiple))
-    forward, backward = (np.pad(t[:, order], empty, constant_values=cost.overhead) for t in (forward, backward))
-    return Candidate(float(pipeline_spans(forward, backward, pool.stages).max()), packed, place, cap, load)
+        forward, backward = times.mean()
+        taken = forward[:count] + backward[:count]
+        order[np.argsort(-wanted.sizes, kind="stable")] = np.argsort(-taken, kind="stable")
+        order[:count] = improved_order(forward, backward, pool.stages, order[:count])
+    return Candidate(times.iteration_s(order), packed, np.argsort(order).astype(np.int32), cap, load)

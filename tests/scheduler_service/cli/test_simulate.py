@@ -218,7 +218,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run(lengths, "--pool", "16", "--budget", "8192", "--plot", str(tmp_path / "time.png"))
     assert result.exit_code == 2
-    assert "pip install matplotlib" in result.stderr
+    assert "install hydra-cp[plots]" in result.stderr
     assert result.stdout == ""
 
 

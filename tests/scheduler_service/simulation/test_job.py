@@ -16,9 +16,9 @@ from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.simulation import replay_pipeline
 from scheduler_service.simulation.cluster import Cluster, Engine, Recompute
 from scheduler_service.simulation.flops import model_flops
-from scheduler_service.simulation.job import simulate
+from scheduler_service.simulation.job import ClusterObjective, simulate
 from scheduler_service.simulation.layer_times import expert_layer, head, own_layer
-from scheduler_service.simulation.loads import rank_loads
+from scheduler_service.simulation.loads import group_loads, rank_loads
 from scheduler_service.simulation.models import Experts, GroupedQuery, Latent, Model
 from scheduler_service.simulation.operators import Documents
 from scheduler_service.simulation.presets import load_cluster, load_hardware
@@ -233,3 +233,20 @@ def test_a_plan_for_another_pool_is_refused() -> None:
     plan = plan_of(([0], [0], [1]), batch, CLUSTER)
     with pytest.raises(InvalidInputError, match=r"12 ranks, ep 3, 3 stages; cluster small has 24"):
         simulate(plan, batch, replace(CLUSTER, ranks=24))
+
+
+@settings(max_examples=40, deadline=None)
+@given(clusters(), st.data())
+def test_as_an_objective_it_says_what_a_simulation_says_of_the_plan_in_any_order(
+    cluster: Cluster, data: st.DataObject
+) -> None:
+    batch = data.draw(batches(cluster.pool))
+    random = data.draw(st.randoms(use_true_random=False))
+    plan = random_plan(batch, cluster.pool, random, PlanningConfig())
+    count = plan.header.microbatches
+    order = np.array(data.draw(st.permutations(range(count))))
+    times = ClusterObjective(cluster).times(group_loads(plan, batch), count)
+    columns = (np.argsort(order)[plan.microbatch], plan.start, plan.degree)
+    moved = new_plan("moved", batch, cluster.pool, PlanningConfig(), columns)
+    if moved.header.microbatches == count:  # else the last of its microbatches is empty
+        assert times.iteration_s(order) == simulate(moved, batch, cluster).iteration_s

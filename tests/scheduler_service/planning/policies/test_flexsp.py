@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import numpy as np
@@ -88,3 +89,16 @@ def test_it_is_no_slower_than_the_plan_of_one_degree(data: st.DataObject) -> Non
     if memory_degree(batch.longest, pool) is not None:
         ours, same_degree = plan(batch, pool, config), static_cp.plan(batch, pool, config)
         assert forecast(ours, batch).iteration_s <= forecast(same_degree, batch).iteration_s
+
+
+def test_what_the_solver_prints_is_kept_out_of_standard_output() -> None:
+    """HiGHS writes to the file descriptor itself, where a caller may be writing JSON."""
+    program = (
+        "import ctypes, sys\n"
+        "from scheduler_service.planning.policies import flexsp\n"
+        "with flexsp._native_output_to_stderr():\n"
+        "    ctypes.CDLL(None).printf(b'a note of the solver\\n')\n"
+        "print('{}')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert (found.stdout, found.stderr) == ("{}\n", "a note of the solver\n")

@@ -1,14 +1,19 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from scheduler_service.domain import Batch, CostModel, InfeasibleError, Pool
+from scheduler_service.domain import Batch, CostModel, InfeasibleError, Plan, Pool
 from scheduler_service.planning import PlanningConfig, verify_plan
 from scheduler_service.planning.policies import hydra, hydra_search
-from scheduler_service.simulation import forecast, rank_loads
+from scheduler_service.simulation import GroupLoads, forecast, group_loads, rank_loads
+from scheduler_service.simulation.job import ClusterObjective, simulate
+from scheduler_service.simulation.objective import SimpleTimes
+from scheduler_service.simulation.presets import load_cluster
+from scheduler_service.simulation.simple_cost import simple_cost
 from tests.support.problems import Problem, problem, problems
 
 
@@ -83,3 +88,39 @@ def test_the_number_of_microbatches_keeps_the_multiple_of_an_interleaved_pipelin
     plan = hydra_search.plan(batch, pool, PlanningConfig())
     verify_plan(plan, batch)
     assert plan.header.microbatches % 4 == 0
+
+
+class Wide:
+    """An objective for which a microbatch takes as long as its narrowest group is narrow."""
+
+    def times(self, groups: GroupLoads, microbatches: int) -> SimpleTimes:
+        narrowest = np.full(microbatches, 64.0)
+        np.minimum.at(narrowest, groups.microbatch, groups.degree)
+        return SimpleTimes(1 / narrowest[None], 1 / narrowest[None], 1)
+
+
+def test_the_plan_is_the_best_candidate_by_the_objective_that_is_given() -> None:
+    batch, pool = long_tailed(24, 40_000), Pool(24, 8192, stages=3, ep=4)
+    objective = Wide()
+
+    def judged(plan: Plan) -> float:
+        return objective.times(group_loads(plan, batch), plan.header.microbatches).iteration_s(
+            np.arange(plan.header.microbatches)
+        )
+
+    usual, wide = (hydra_search.plan(batch, pool, PlanningConfig(objective=each)) for each in (None, objective))
+    verify_plan(wide, batch)
+    assert judged(wide) < judged(usual)
+    assert judged(wide) <= judged(hydra.plan(batch, pool, PlanningConfig()))
+
+
+def test_on_a_cluster_it_is_never_slower_than_hydra_by_the_model_of_operators() -> None:
+    cluster = replace(load_cluster("paper_2048_h800"), ranks=32, chunks=2)
+    batch, cost = long_tailed(32, 60_000), simple_cost(cluster)
+    found = [
+        simulate(
+            planner.plan(batch, cluster.pool, PlanningConfig(cost, objective=objective)), batch, cluster
+        ).iteration_s
+        for planner, objective in ((hydra, None), (hydra_search, None), (hydra_search, ClusterObjective(cluster)))
+    ]
+    assert found[2] <= min(found[:2])
