@@ -5,7 +5,8 @@ Every case is one batch: a length distribution, a pool, a number of pipeline sta
 S × pool × 5,000 tokens: 32 slots with 4 stages, 72 with 9, where balanced microbatches have a bubble of about a tenth;
 and a quarter of that, for a pool that has grown while the batch has not.
 
-A plan's gap is its iteration time over the certificate, the lower bound for any plan. The longest sequence alone takes
+A plan's gap is its iteration time over the certificate, the lower bound for any plan; where that is above 2 % without
+need, it is looked at again with a bound that takes a linear program (`span_program`). The longest sequence alone takes
 p·x₁: down and up the pipeline at the largest degree. Where that is more than a small part of the bound, its microbatch
 stands out above those before and behind it, and single sequences shape the iteration more than any packing can.
 """
@@ -27,6 +28,7 @@ from scheduler_service.simulation import forecast
 from scheduler_service.simulation.workloads import MICROBATCHES_PER_STAGE, TOKENS_PER_RANK
 from tests.benchmarks.lengths import Draw, distributions, sequences_of
 from tests.benchmarks.reporting import Check, checks_table, shown_s, table, write_json
+from tests.benchmarks.span_program import least_span_s
 
 BUDGET = 8192
 POOLS = (128, 512, 2048)
@@ -84,13 +86,19 @@ def compare(case: Case, batch: Batch, policies: Iterable[str]) -> dict[str, Any]
             "dp_bubble": forecast(plan, batch).dp_bubble,
         }
         lower_bound_s = plan.header.lower_bound_s
+    share_of_longest = longest_alone_s(batch, case.pool, cost) / lower_bound_s
+    searched = found["hydra_search"]
+    searched["gap_to_program"] = searched["gap"]
+    if searched["gap"] > MOST_GAP and share_of_longest < LONGEST_DOMINATES:
+        program_s = max(lower_bound_s, least_span_s(batch, case.pool, cost))
+        searched["gap_to_program"] = searched["iteration_s"] / program_s - 1
     return {
         **case._asdict(),
         "slots": case.slots,
         "sequences": len(batch),
         "longest": batch.longest,
         "lower_bound_s": lower_bound_s,
-        "share_of_longest": longest_alone_s(batch, case.pool, cost) / lower_bound_s,
+        "share_of_longest": share_of_longest,
         "policies": found,
     }
 
@@ -144,8 +152,8 @@ def checks(rows: list[dict[str, Any]]) -> list[Check]:
     over_megatron = fmean(gain(row, "megatron", "hydra") for row in rows)
     over_hydra = [gain(row, "hydra", "hydra_search") for row in rows]
     mean, least = fmean(over_hydra), min(over_hydra)
-    gaps = [row["policies"]["hydra_search"]["gap"] for row in rows if not dominated(row)]
-    within = sum(gap <= MOST_GAP for gap in gaps)
+    plans = [row["policies"]["hydra_search"] for row in rows if not dominated(row)]
+    within, proven = (sum(plan[gap] <= MOST_GAP for plan in plans) for gap in ("gap", "gap_to_program"))
     return [
         Check("`hydra` over `megatron`, mean", "≥ 1.2", f"{over_megatron:.2f}", over_megatron >= 1.2),
         Check("`hydra_search` over `hydra`, least", "≥ 1", f"{least:.3f}", least >= 1),
@@ -153,8 +161,9 @@ def checks(rows: list[dict[str, Any]]) -> list[Check]:
         Check("the same, hoped for", "≥ 1.18", f"{mean:.3f}", mean >= 1.18),
         Check(
             "cases where single sequences do not dominate with a gap of at most 2 %",
-            "all", f"{within} of {len(gaps)}", within == len(gaps),
+            "all", f"{proven} of {len(plans)}", proven == len(plans),
         ),
+        Check("the same, by the certificate that plans carry", "–", f"{within} of {len(plans)}", None),
     ]  # fmt: skip
 
 
@@ -202,11 +211,12 @@ def cases_table(rows: list[dict[str, Any]]) -> str:
     """Every case: both costs side by side."""
 
     def cells(row: dict[str, Any]) -> list[str]:
-        gap, share = row["policies"]["hydra_search"]["gap"], row["share_of_longest"]
+        searched, share = row["policies"]["hydra_search"], row["share_of_longest"]
+        proven = f" ({searched['gap_to_program']:.1%})" if searched["gap_to_program"] < searched["gap"] else ""
         return [
             f"{gain(row, 'megatron', 'hydra'):.2f}",
             f"{gain(row, 'hydra', 'hydra_search'):.3f}",
-            f"{gap:.1%}",
+            f"{searched['gap']:.1%}{proven}",
             f"{share:.2f}" + ("*" if dominated(row) else ""),
         ]
 
