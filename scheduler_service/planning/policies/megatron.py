@@ -21,10 +21,15 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from scheduler_service.compiled import compiled
 from scheduler_service.domain import Batch, Plan, Pool
-from scheduler_service.planning.feasibility import fits, power_of_two_degrees, powers_of_two
+from scheduler_service.planning.feasibility import power_of_two_degrees, powers_of_two
 from scheduler_service.planning.policy import PlanningConfig, new_plan
+
+Column = npt.NDArray[np.int64]
+Loads = npt.NDArray[np.float64]
 
 
 class _Group(NamedTuple):
@@ -39,90 +44,110 @@ def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     would: this system has no such groups. Cost: O(N·M·G) for N sequences, M microbatches, G ranks.
     """
     lengths = batch.lengths.tolist()
-    needs = power_of_two_degrees(batch, pool, "megatron").tolist()
-    waiting = np.argsort(-batch.lengths, kind="stable").tolist()
+    waiting = np.argsort(-batch.lengths, kind="stable")
+    length, need = batch.lengths[waiting], power_of_two_degrees(batch, pool, "megatron")[waiting].astype(np.int64)
+    sizes = _sizes(pool)
     columns = np.zeros((3, len(batch)), np.int32)
     current = 0
-    while waiting:
-        groups = _fill_empty_ranks(_microbatch(waiting, lengths, needs, pool), lengths, pool)
+    while len(waiting):
+        group_sizes, chosen = _fill(length, need, sizes, pool.ranks)
+        groups = _fill_empty_ranks(_groups(group_sizes, chosen, waiting), lengths, pool)
         first_rank = 0
         for size, members in sorted(groups, key=lambda group: -group.size):
             columns[:, members] = [[current], [first_rank], [size]]
             first_rank += size
-        placed = {sequence for group in groups for sequence in group.members}
-        waiting = [sequence for sequence in waiting if sequence not in placed]
+        placed = np.zeros(len(batch), bool)
+        placed[[sequence for group in groups for sequence in group.members]] = True
+        later = ~placed[waiting]
+        waiting, length, need = waiting[later], length[later], need[later]
         current += 1
     microbatch, start, degree = columns
     return new_plan("megatron", batch, pool, config, (microbatch, start, degree))
 
 
-def _microbatch(waiting: list[int], lengths: list[int], needs: list[int], pool: Pool) -> list[_Group]:
-    """Groups of one microbatch, in the order in which they were opened."""
-    tallest, *others = waiting
-    open_groups = _OpenGroups(pool)
-    open_groups.open(tallest, lengths[tallest], needs[tallest])
-    for sequence in others:
-        open_groups.place(sequence, lengths[sequence], needs[sequence])
-    return open_groups.groups
+class _Sizes(NamedTuple):
+    """The sizes that a group can have, rising."""
+
+    size: Column
+    chunks: Column
+    capacity: Column
 
 
-class _OpenGroups:
-    """The groups of a microbatch that is being filled: one numpy column per quantity, one row per group."""
+def _sizes(pool: Pool) -> _Sizes:
+    sizes = powers_of_two(pool)
+    return _Sizes(*(np.array(list(map(of, sizes)), np.int64) for of in (int, pool.chunks, pool.capacity)))
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.powers = powers_of_two(pool)
-        self.groups: list[_Group] = []
-        self.free = pool.ranks
-        self.fullest = 0.0
-        self.most_room = 0
-        self._size, self._chunks, self._room = np.zeros((3, pool.ranks), np.int64)
-        self._load = np.zeros(pool.ranks)
 
-    def place(self, sequence: int, length: int, need: int) -> None:
-        """Add the sequence where the largest rank load stays smallest; leave it waiting if it fits nowhere."""
-        if length > self.most_room and need > self.free:
-            return
-        best = (np.inf, 0, False, 0)  # value, size, whether new, group
-        for new_size in self.powers:
-            if need <= new_size <= self.free and fits(length, new_size, self.pool):
-                best = min(best, (max(self.fullest, length**2 / new_size), new_size, True, len(self.groups)))
-        if length <= self.most_room:
-            best = min(best, self._best_existing(length, need))
-        value, size, is_new, group = best
-        if value == np.inf:
-            return
-        if is_new:
-            self.open(sequence, length, size)
+@compiled
+def _fill(length: Column, need: Column, sizes: _Sizes, ranks: int) -> tuple[Column, Column]:
+    """Fill one microbatch with the sequences that wait, longest first.
+
+    Returns the size of each group, in the order in which they were opened, and the group of each sequence: −1 where it
+    waits for the next microbatch.
+    """
+    row, room = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    load = np.zeros(ranks)
+    chosen = np.full(len(length), -1, np.int64)
+    count, free, fullest = 0, ranks, 0.0
+    for position in range(len(length)):
+        s = length[position]
+        if count == 0:
+            group, new_row = 0, int(np.searchsorted(sizes.size, need[position]))
         else:
-            self._add(group, sequence, length)
+            if need[position] > free and s > room[:count].max():
+                continue
+            group, new_row = _best_place(
+                s, need[position], free, fullest, sizes, row[:count], room[:count], load[:count]
+            )
+        if group < 0:
+            continue
+        if group == count:
+            row[count], room[count] = new_row, sizes.capacity[new_row]
+            free -= sizes.size[new_row]
+            count += 1
+        room[group] -= _padded(s, sizes.chunks[row[group]])
+        load[group] += s**2 / sizes.size[row[group]]
+        fullest = max(fullest, load[group])
+        chosen[position] = group
+    return sizes.size[row[:count]], chosen
 
-    def _best_existing(self, length: int, need: int) -> tuple[float, int, bool, int]:
-        count = len(self.groups)
-        size, chunks = self._size[:count], self._chunks[:count]
-        value = np.maximum(self._load[:count] + length**2 / size, self.fullest)
-        value[(size < need) | (-(-length // chunks) * chunks > self._room[:count])] = np.inf
-        ties = np.flatnonzero(value == value.min())
-        group = int(ties[size[ties].argmin()])
-        return float(value[group]), int(size[group]), False, group
 
-    def open(self, sequence: int, length: int, size: int) -> None:
-        """Open a group of `size` free ranks with this sequence."""
-        group = len(self.groups)
-        self.groups.append(_Group(size, []))
-        self.free -= size
-        self._size[group] = size
-        self._chunks[group] = self.pool.chunks(size)
-        self._room[group] = self.pool.capacity(size)
-        self._add(group, sequence, length)
+@compiled
+def _best_place(
+    s: int, need: int, free: int, fullest: float, sizes: _Sizes, row: Column, room: Column, load: Loads
+) -> tuple[int, int]:
+    """Where the largest rank load stays smallest: an open group, or one more and its row of `sizes`; −1 for nowhere.
 
-    def _add(self, group: int, sequence: int, length: int) -> None:
-        size, members = self.groups[group]
-        members.append(sequence)
-        self._room[group] -= self.pool.padded(length, size)
-        self._load[group] += length**2 / size
-        self.fullest = max(self.fullest, float(self._load[group]))
-        self.most_room = int(self._room[: len(self.groups)].max())
+    Of equals, the smallest group; of these an open one, and the first.
+    """
+    best, best_size, group, new_row = np.inf, 0, -1, -1
+    for open_group in range(len(row)):
+        size = sizes.size[row[open_group]]
+        if size < need or _padded(s, sizes.chunks[row[open_group]]) > room[open_group]:
+            continue
+        value = max(load[open_group] + s**2 / size, fullest)
+        if value < best or (value == best and size < best_size):
+            best, best_size, group = value, size, open_group
+    for candidate in range(len(sizes.size)):
+        size = sizes.size[candidate]
+        if size < need or size > free or _padded(s, sizes.chunks[candidate]) > sizes.capacity[candidate]:
+            continue
+        value = max(s**2 / size, fullest)
+        if value < best or (value == best and size < best_size):
+            best, best_size, group, new_row = value, size, len(row), candidate
+    return group, new_row
+
+
+@compiled
+def _padded(length: int, chunks: int) -> int:
+    return (length + chunks - 1) // chunks * chunks
+
+
+def _groups(sizes: Column, chosen: Column, waiting: Column) -> list[_Group]:
+    """The groups of a microbatch with their sequences, the longest first."""
+    order = np.argsort(chosen, kind="stable")[np.count_nonzero(chosen < 0) :]
+    members = np.split(waiting[order], np.cumsum(np.bincount(chosen[order]))[:-1])
+    return [_Group(size, each.tolist()) for size, each in zip(sizes.tolist(), members, strict=True)]
 
 
 def _fill_empty_ranks(groups: list[_Group], lengths: list[int], pool: Pool) -> list[_Group]:
