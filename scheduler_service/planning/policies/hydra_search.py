@@ -45,7 +45,7 @@ PACKED = (
 """What is packed: rank of the count in the screening, slack of the sizes, share of the cost before the split."""
 
 ALWAYS_PACKED = 8
-"""So many of them for any batch; the smaller the batch, the more."""
+"""So many of them for any batch; the smaller the batch, the more. By an objective that is given, all: no job waits."""
 
 _SEQUENCES_FOR_MORE = 60_000
 
@@ -100,7 +100,8 @@ def _candidates(
     needs = _needs(queue, packed_for, cost, cap)
     profiles = [best_profile(shape, count, needs) for count in _counts(batch, packed_for, shape)]
     profiles.sort(key=lambda found: found.span_s)
-    for rank, slack, early_share in PACKED[: ALWAYS_PACKED + _SEQUENCES_FOR_MORE // len(batch)]:
+    most = len(PACKED) if config.objective else ALWAYS_PACKED + _SEQUENCES_FOR_MORE // len(batch)
+    for rank, slack, early_share in PACKED[:most]:
         if rank < len(profiles):
             sizes = np.sort(profiles[rank].sizes)[::-1].copy()
             packed = pack_to_profile(queue, packed_for, weight, sizes, slack=slack, early_share=early_share, cap=cap)
