@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from worker_agent.attention.kernels.reference import ReferenceKernel
-from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel, equal_widths
+from worker_agent.attention.kernels.varlen import VarlenBlock, VarlenKernel
 from worker_agent.attention.layout import Segments
 
 
@@ -29,9 +29,6 @@ class StrictCpuKernel(VarlenKernel):
 
     def _library_refusal(self) -> str | None:
         return None
-
-    def _widths(self, d_qk: int, d_v: int) -> tuple[int, int]:
-        return equal_widths(d_qk, d_v)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, block: VarlenBlock) -> tuple[Tensor, Tensor]:
         segments = checked(q, k, v, block)
