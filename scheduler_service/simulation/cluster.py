@@ -40,6 +40,13 @@ class Recompute(StrEnum):
     """The whole forward of each layer."""
 
 
+LEAST = {"bucket_parameters": 1, "expert_load": 1, "reserved_bytes": 0, "dollars_per_gpu_hour": 0}
+"""Smallest value of the cluster's other numbers."""
+
+MOST = 1e15
+"""Largest value of these. Keeps every prediction finite."""
+
+
 @dataclass(frozen=True)
 class StageLayers:
     """What one pipeline stage holds."""
@@ -106,6 +113,9 @@ class Cluster:
         for name in ("tp", "stages", "chunks", "gradient_bytes"):
             if getattr(self, name) < 1:
                 raise self._invalid(f"{name} is {getattr(self, name)}; give a whole number, 1 or more")
+        for name, least in LEAST.items():
+            if not least <= getattr(self, name) <= MOST:  # nor is NaN
+                raise self._invalid(f"{name} is {getattr(self, name)}; give a number from {least:g} to {MOST:g}")
         layers = self.model.layers
         if self.stages * self.chunks > layers:
             raise self._invalid(
@@ -115,8 +125,6 @@ class Cluster:
             raise self._invalid(f"tp {self.tp} does not divide {self.model.attention.heads} heads")
         if self.hardware.gpus_per_node % self.tp:
             raise self._invalid(f"tp {self.tp} does not divide the {self.hardware.gpus_per_node} GPUs of a node")
-        if self.expert_load < 1 or self.reserved_bytes < 0 or self.bucket_parameters <= 0:
-            raise self._invalid("expert_load is 1 or more, reserved_bytes 0 or more, bucket_parameters above 0")
         object.__setattr__(self, "speeds", self.pool.speeds)  # checked there, like ranks, token_budget, ep
 
     def _invalid(self, message: str) -> InvalidInputError:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 
 from scheduler_service.domain import InvalidInputError, Reason
 
+LEAST, MOST = 1e-20, 1e20
+"""What any constant lies between. Keeps every prediction finite."""
+
 
 @dataclass(frozen=True)
 class AttentionKernel:
@@ -19,6 +22,9 @@ class AttentionKernel:
     """Operations per second of long documents, forward."""
     backward_flops: float
     """The same, backward."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "hardware: attention")
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,14 @@ class Hardware:
     """Latency of one step of a ring, or of one message, between nodes."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not 0 < value < 1e20:
-                raise InvalidInputError(
-                    Reason.INVALID_ARGUMENT,
-                    f"hardware {self.name}: {field.name} is {value!r}; give a finite number above 0",
-                )
+        _require_positive(self, f"hardware {self.name}")
+
+
+def _require_positive(constants: Hardware | AttentionKernel, where: str) -> None:
+    for field in fields(constants):
+        value = getattr(constants, field.name)
+        if isinstance(value, int | float) and not LEAST <= value <= MOST:
+            raise InvalidInputError(
+                Reason.INVALID_ARGUMENT,
+                f"{where}: {field.name} is {value!r}; give a number above 0, from {LEAST:g} to {MOST:g}",
+            )

@@ -26,6 +26,7 @@ from scheduler_service.simulation.coupling import coupling_of
 from scheduler_service.simulation.flops import model_flops
 from scheduler_service.simulation.gradient_sync import GradientSync, gradient_sync
 from scheduler_service.simulation.layer_times import (
+    LONGEST_S,
     ExpertLayer,
     OwnLayer,
     Seconds,
@@ -130,10 +131,15 @@ def simulate(plan: Plan, batch: Batch, cluster: Cluster, *, scheduling_s: float 
     replay = _replay(cluster, times, latency)
     sync = gradient_sync(cluster)
     sync_s, step_s = _after(cluster, sync, replay, times)
-    ranks = _rank_times(cluster, work, layers, replay)
-    slowest = float(replay.span.max())
     scheduling_s = float(rounded(scheduling_s))
-    iteration_s = scheduling_s + slowest + sync_s + step_s
+    iteration_s = scheduling_s + float(replay.span.max()) + sync_s + step_s
+    if not iteration_s <= LONGEST_S:
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT,
+            f"simulation: an iteration takes {iteration_s:.3g} s on cluster {cluster.name}; times add up exactly to "
+            f"{LONGEST_S:,.0f} s, 24 days: give it fewer tokens, more ranks or faster hardware",
+        )
+    ranks = _rank_times(cluster, work, layers, replay)
     _require_identity(ranks, iteration_s, scheduling_s + sync_s + step_s)
     gpus = cluster.gpus
     return Simulation(

@@ -42,7 +42,10 @@ Seconds = npt.NDArray[np.float64]
 Column = npt.NDArray[np.float64]
 
 RESOLUTION_S = 2.0**-32
-"""A quarter of a nanosecond. Sums of multiples are exact in double precision up to 2²¹ seconds, 24 days."""
+"""A quarter of a nanosecond."""
+
+LONGEST_S = 2.0**21
+"""24 days: up to here, sums of multiples of the resolution are exact in double precision."""
 
 BACKWARD_PRODUCTS = 2
 """Products of a matrix product's backward: the gradients of its input and of its weights."""

@@ -87,7 +87,7 @@ def largest_budget(cluster: Cluster) -> TokenBudget:
     capacity = cluster.hardware.memory_bytes
     empty, full = (stage_memory(cluster, tokens) for tokens in (0, cluster.tp))
     fits = [
-        (capacity - fixed.total) / (one.total - fixed.total) * cluster.tp
+        (capacity - fixed.total) / max(one.total - fixed.total, 1.0) * cluster.tp  # 0 beside very much that is fixed
         for fixed, one in zip(empty, full, strict=True)
     ]
     binding = int(np.argmin(fits))

@@ -6,7 +6,7 @@ disagree. Norms, biases, rotary tables and multi-token prediction are left out: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -54,6 +54,9 @@ class GroupedQuery:
     gated: bool = False
     """Whether a gate computed from the layer's input multiplies the output."""
 
+    def __post_init__(self) -> None:
+        _require_counts(self, "attention")
+
     @property
     def d_qk(self) -> int:
         """Width of a query and of a key head."""
@@ -94,6 +97,9 @@ class Latent:
     v: int
     gated: bool = False
     """Whether a gate computed from the layer's input multiplies the output."""
+
+    def __post_init__(self) -> None:
+        _require_counts(self, "attention", may_be_zero="rope")
 
     @property
     def kv_heads(self) -> int:
@@ -142,6 +148,13 @@ class Experts:
     """Inner width of one expert."""
     shared: int = 0
     """Experts of the same width that every token passes."""
+
+    def __post_init__(self) -> None:
+        _require_counts(self, "experts", may_be_zero="shared")
+        if self.top_k > self.count:
+            raise InvalidInputError(
+                Reason.INVALID_ARGUMENT, f"experts: top_k is {self.top_k}; give at most {self.count}, their count"
+            )
 
 
 @dataclass(frozen=True)
@@ -247,6 +260,15 @@ class Model:
             + self.moe_layers * moe
             + (1 if self.tied_embedding else 2) * self.head_matrix.parameters
         )
+
+
+def _require_counts(given: Attention | Experts, where: str, may_be_zero: str = "") -> None:
+    for field in fields(given):
+        value, least = getattr(given, field.name), int(field.name != may_be_zero)
+        if not isinstance(value, bool) and value < least:
+            raise InvalidInputError(
+                Reason.INVALID_ARGUMENT, f"{where}: {field.name} is {value}; give a whole number, {least} or more"
+            )
 
 
 def weights(matrices: tuple[Matrix, ...]) -> int:

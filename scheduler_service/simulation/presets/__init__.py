@@ -24,6 +24,9 @@ from scheduler_service.simulation.models import Attention, Experts, GroupedQuery
 
 Made = TypeVar("Made")
 
+LARGEST_WHOLE = 1 << 31
+"""Below it is every whole number of a preset. Keeps every product of a few inside a double."""
+
 MOST_BASES = 8
 """Files that may build on each other."""
 
@@ -44,7 +47,7 @@ def load_model(name: str) -> Model:
     given = read_preset("models", name)
     attention = dict(_mapping(given, "attention", name))
     kind = attention.pop("kind", None)
-    if kind not in ATTENTION_KINDS:
+    if not isinstance(kind, str) or kind not in ATTENTION_KINDS:
         raise invalid(name, f"attention.kind is {kind!r}; choose one of {', '.join(ATTENTION_KINDS)}")
     given["attention"] = build(ATTENTION_KINDS[kind], attention, f"{name}: attention")
     if given.get("experts") is not None:
@@ -75,7 +78,7 @@ def read_preset(kind: str, name: str, bases: int = MOST_BASES) -> dict[str, Any]
         raise invalid(name, f"more than {MOST_BASES} files build on each other; is there a circle of `base`?")
     try:
         given = yaml.safe_load(_text(kind, name))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # PyYAML raises them all
         raise invalid(name, f"is no YAML: {error}") from error
     if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
         raise invalid(name, "holds no mapping of names to values")
@@ -118,6 +121,10 @@ def _typed(annotation: str, value: Any, where: str) -> Any:
     if not isinstance(value, types.get(kind, object)) or (isinstance(value, bool) and kind in ("int", "float")):
         wanted = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
         raise InvalidInputError(Reason.INVALID_ARGUMENT, f"preset {where} is {value!r}; give {wanted[kind]}")
+    if kind == "int" and value >= LARGEST_WHOLE:
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT, f"preset {where} is too large; give a whole number below {LARGEST_WHOLE:,}"
+        )
     return value
 
 

@@ -228,6 +228,14 @@ def test_a_plan_on_an_excluded_rank_is_refused() -> None:
     assert simulate(plan, batch, replace(CLUSTER, speeds={4: 0})).iteration_s > 0
 
 
+def test_an_iteration_that_takes_longer_than_times_are_exact_is_refused() -> None:
+    batch = Batch([100])
+    plan = plan_of(([0], [0], [1]), batch, CLUSTER)
+    slow = replace(CLUSTER, hardware=replace(CLUSTER.hardware, peak_flops=1e3))
+    with pytest.raises(InvalidInputError, match=r"an iteration takes .* on cluster small; .* 2,097,152 s, 24 days"):
+        simulate(plan, batch, slow)
+
+
 def test_a_plan_for_another_pool_is_refused() -> None:
     batch = Batch([100])
     plan = plan_of(([0], [0], [1]), batch, CLUSTER)

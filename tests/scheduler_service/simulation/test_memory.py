@@ -60,6 +60,14 @@ def test_a_plan_holds_its_largest_window_of_real_tokens() -> None:
     assert last.activations == pytest.approx(stage_memory(CLUSTER, 60)[1].activations)
 
 
+def test_a_gpu_that_is_full_without_any_token_has_no_budget_however_full_it_is() -> None:
+    for reserved in (1e12, 1e15):
+        with pytest.raises(InfeasibleError, match="without any token"):
+            largest_budget(replace(CLUSTER, reserved_bytes=reserved))
+    with pytest.raises(InfeasibleError, match="without any token"):  # a token more is lost in rounding
+        largest_budget(replace(CLUSTER, model=replace(DENSE, vocabulary=10**30)))
+
+
 @pytest.mark.parametrize("name", ["paper_2048_h800", "hy3_8k"])
 def test_the_budget_is_the_last_that_fits(name: str) -> None:
     cluster = load_cluster(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_service.domain import InvalidInputError
-from scheduler_service.simulation.models import Experts, GroupedQuery, Model, weights
+from scheduler_service.simulation.models import Experts, GroupedQuery, Latent, Model, weights
 from scheduler_service.simulation.presets import load_model, preset_names
 
 
@@ -38,3 +38,17 @@ def test_a_model_that_cannot_be_says_what_is_wrong(fields: dict, message: str) -
     right = {"layers": 4, "hidden": 8, "vocabulary": 16, "dense_layers": 0, "experts": Experts(4, 2, 8)}
     with pytest.raises(InvalidInputError, match=message):
         Model(name="small", attention=GroupedQuery(2, 1, 4), **(right | fields))
+
+
+def test_counts_of_attention_and_experts_are_whole_and_above_zero() -> None:
+    assert Experts(4, 4, 8, shared=0).shared == 0
+    assert Latent(2, 8, 8, nope=4, rope=0, v=4).d_qk == 4
+    for build, message in (
+        (lambda: GroupedQuery(2, 0, 4), "attention: kv_heads is 0; give a whole number, 1 or more"),
+        (lambda: Latent(2, 8, -1, 4, 4, 4), "attention: kv_lora is -1"),
+        (lambda: Experts(0, 0, 8), "experts: count is 0"),
+        (lambda: Experts(4, 2, 8, shared=-1), "shared is -1; give a whole number, 0 or more"),
+        (lambda: Experts(4, 5, 8), "top_k is 5; give at most 4"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            build()
