@@ -32,13 +32,28 @@ def exit_code(error: HydraCpError) -> ExitCode:
 
 
 @contextmanager
+def plain_interruptions() -> Iterator[None]:
+    """Raise Ctrl-C as such: where it comes in the middle of a compiled loop, it arrives as a `SystemError`."""
+    try:
+        yield
+    except SystemError as error:
+        cause: BaseException | None = error
+        while isinstance(cause, SystemError):
+            cause = cause.__cause__
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
+
+
+@contextmanager
 def reported(as_json: bool = False) -> Iterator[None]:
     """Turn an expected failure inside the block into a message and an exit code.
 
     With `as_json`, stdout also gets {"error": {"reason", "message", "sequence"}}, the envelope of the REST API.
     """
     try:
-        yield
+        with plain_interruptions():
+            yield
     except HydraCpError as error:
         if as_json:
             body = {"reason": error.reason, "message": str(error), "sequence": error.sequence}

@@ -6,6 +6,7 @@ With a preset, plans run on the model of operators; with a pool and three consta
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scheduler_service.cli.failures import reported
+from scheduler_service.cli.failures import plain_interruptions, reported
 from scheduler_service.cli.length_files import read_batch
 from scheduler_service.cli.rank_speeds import rank_speeds
 from scheduler_service.cli.simulate_report import Report, Row, print_report
@@ -66,6 +67,9 @@ PRESET_ALONE = ("engine", "train_tokens")
 
 PICTURES = (".png", ".svg", ".pdf")
 """What --plot can be."""
+
+MOST_TRAIN_TOKENS = 1e18
+"""Most tokens of a whole training."""
 
 SECONDS_PER_DAY, SECONDS_PER_HOUR = 86_400, 3_600
 INTERRUPTED = 130
@@ -122,6 +126,8 @@ def simulate(
     """Simulate an iteration under one scheduling system, or compare all."""
     with reported(as_json):
         policies = _policies(policy)
+        if train_tokens is not None and not 0 <= train_tokens <= MOST_TRAIN_TOKENS:
+            raise _invalid(f"--train-tokens is {train_tokens}; give a number from 0 to {MOST_TRAIN_TOKENS:g}")
         speeds = rank_speeds(rank_speed or (), exclude or ())
         if preset is not None:
             _refuse_beside_preset(context, preset)
@@ -212,9 +218,10 @@ def _watched(steps: Iterator[str], policies: list[str]) -> bool:
         warm_up()
         task = progress.add_task(policies[0], total=len(policies))
         try:
-            for done, _ in enumerate(steps, 1):
-                following = policies[done] if done < len(policies) else "done"
-                progress.update(task, completed=done, description=following)
+            with plain_interruptions():
+                for done, _ in enumerate(steps, 1):
+                    following = policies[done] if done < len(policies) else "done"
+                    progress.update(task, completed=done, description=following)
         except KeyboardInterrupt:
             return False
     return True
@@ -326,8 +333,12 @@ def _batch_figures(batch: Batch) -> dict[str, int]:
 
 def _check_outputs(plot: Path | None, trace: Path | None) -> None:
     for option, path in (("--plot", plot), ("--trace", trace)):
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise _invalid(f"{option} {path}: the folder {path.parent} does not exist")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise _invalid(f"{option} {path}: cannot be written; name a file that can")
     if plot is not None:
         if plot.suffix not in PICTURES:
             raise _invalid(f"--plot {plot}: name a {', '.join(PICTURES)} file")

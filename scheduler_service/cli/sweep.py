@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from scheduler_service.cli.console import wide_console
-from scheduler_service.cli.failures import ExitCode, reported
+from scheduler_service.cli.failures import ExitCode, plain_interruptions, reported
 from scheduler_service.cli.length_files import read_batch
 from scheduler_service.cli.simulate import dollars_per_million_tokens, memory_figures
 from scheduler_service.domain import Batch, HydraCpError, InvalidInputError, Reason
@@ -58,6 +58,9 @@ class Job:
         """Another one where the cluster or the lengths have changed since."""
         return blake2b(f"{self.cluster!r} {self.batch.digest}".encode(), digest_size=8).hexdigest()
 
+
+BEGINNING = b'{"preset": '
+"""Of every line of results."""
 
 Done = tuple[Case, dict[str, Any]]
 Jobs = Mapping[Case, Job]
@@ -100,7 +103,8 @@ def run_case(policy: str, job: Job) -> dict[str, Any]:
     """Simulate one case, in this process. A system that cannot plan gives an `error`."""
     warm_up()
     cluster, batch = job.cluster, job.batch
-    (outcome,) = compare(batch, cluster, [policy])
+    with plain_interruptions():
+        (outcome,) = compare(batch, cluster, [policy])
     figures = {
         "input": job.digest, "gpus": cluster.gpus, "sequences": len(batch), "tokens": batch.tokens,
         "engine": str(outcome.engine),
@@ -213,22 +217,32 @@ def _appending(out: Path) -> Iterator[Callable[[str], None]]:
 
 
 def _read(out: Path) -> dict[Case, dict[str, Any]]:
-    """Results of an earlier run. A last line that was cut off in the middle is taken back."""
-    if not out.exists():
-        return {}
+    """Results of an earlier run. A last line of ours that was cut off, so that its end is missing, is taken back."""
     done: dict[Case, dict[str, Any]] = {}
-    lines = out.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            done[Case(row.pop("preset"), row.pop("lengths"), row.pop("policy"))] = row
-        except (ValueError, KeyError, AttributeError):
-            if number < len(lines):
-                raise InvalidInputError(
-                    Reason.INVALID_ARGUMENT, f"line {number} of {out} is no result of a sweep; name another file"
-                ) from None
-            out.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
+    try:
+        content = out.read_bytes() if out.exists() else b""
+        *lines, cut_off = content.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                done[Case(row.pop("preset"), row.pop("lengths"), row.pop("policy"))] = row
+            except (ValueError, KeyError, AttributeError, TypeError):
+                raise _no_result(number, out) from None
+        if cut_off:
+            if not cut_off.startswith(BEGINNING[: len(cut_off)]):
+                raise _no_result(len(lines) + 1, out)
+            os.truncate(out, len(content) - len(cut_off))
+    except OSError as error:
+        raise InvalidInputError(
+            Reason.INVALID_ARGUMENT, f"--out {out}: cannot be read: {error.strerror or error}; name another file"
+        ) from error
     return done
+
+
+def _no_result(number: int, out: Path) -> InvalidInputError:
+    return InvalidInputError(
+        Reason.INVALID_ARGUMENT, f"line {number} of {out} is no result of a sweep; name another file"
+    )
 
 
 def _print(results: list[Done]) -> None:

@@ -43,6 +43,8 @@ def _recorded(trace: Path) -> list[Check]:
     try:
         return list(production_trace(trace))
     except (OSError, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise InvalidInputError(Reason.INVALID_ARGUMENT, f"--trace {trace}: {error.strerror}") from error
         needed = "give an .npz file with F, B, first_fwd_start and last_bwd_end of each step"
         raise InvalidInputError(Reason.INVALID_ARGUMENT, f"--trace {trace}: is no recorded job; {needed}") from error
 

@@ -1,8 +1,11 @@
 import os
 import signal
 
+import numpy as np
 import pytest
+from numba import njit
 
+from scheduler_service.cli.failures import plain_interruptions
 from scheduler_service.cli.processes import Interruption
 
 
@@ -27,3 +30,28 @@ def test_handlers_are_put_back():
     with Interruption():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@njit
+def spin(rounds):
+    found = np.zeros(4)
+    for i in range(rounds):
+        found[i & 3] = found[i & 3] * 0.5 + i
+    return found, found
+
+
+def test_ctrl_c_in_a_compiled_loop_is_ctrl_c():
+    spin(1)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt), plain_interruptions():
+            spin(200_000_000)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_another_system_error_stays_one():
+    with pytest.raises(SystemError, match="own"), plain_interruptions():
+        raise SystemError("its own")

@@ -260,6 +260,8 @@ def test_what_a_preset_fixes_is_refused_beside_it_even_at_its_default(lengths: s
         (["--pool", "16", "--budget", "8192", "--plot", "x.txt"], 2, "--plot x.txt: name a .png, .svg, .pdf file"),
         (["--pool", "16", "--budget", "8192", "--rank-speed", "16=0.5"], 2, "the pool has ranks 0 … 15"),
         (["--preset", "hy3-8k", "--rank-speed", "3=fast"], 2, "--rank-speed 3=fast: give RANK=SPEED"),
+        (["--preset", "hy3-8k", "--train-tokens", "nan"], 2, "--train-tokens is nan; give a number from 0 to 1e+18"),
+        (["--pool", "16", "--budget", "8192", "--trace", "/"], 2, "--trace /: cannot be written; name a file that can"),
     ],
 )
 def test_wrong_use_says_what_is_wrong(lengths: str, options: list[str], code: int, message: str) -> None:

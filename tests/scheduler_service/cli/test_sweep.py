@@ -88,12 +88,32 @@ def test_wrong_names_are_refused_before_anything_runs(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_another_file_is_not_taken_for_results(options: list[str], tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text("1\n2\n")
+@pytest.mark.parametrize(
+    "content", [b"1\n2\n", b"notes\n", b"notes", b"\xff\xfe\x00", b'{"preset": [1], "lengths": "a", "policy": "b"}\n']
+)
+def test_another_file_is_not_taken_for_results_and_stays_as_it_is(
+    options: list[str], tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "out.jsonl").write_bytes(content)
     result = run(*options)
     assert result.exit_code == 2
-    assert "line 1" in result.stderr
-    assert (tmp_path / "out.jsonl").read_text() == "1\n2\n"
+    assert "line 1 of" in result.stderr
+    assert "is no result of a sweep; name another file" in result.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == content
+
+
+def test_a_folder_is_refused_as_results(options: list[str], tmp_path: Path) -> None:
+    result = run(*options[:-1], str(tmp_path))
+    assert result.exit_code == 2
+    assert f"--out {tmp_path}: cannot be read: Is a directory" in result.stderr
+
+
+def test_a_result_whose_line_has_no_end_is_not_run_into_by_the_next(options: list[str], tmp_path: Path) -> None:
+    assert run(*options, "--jobs", "1").exit_code == 0
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl").write_bytes(whole[:-1])
+    assert run(*options, "--jobs", "1").exit_code == 0
+    assert len(rows(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("changed", ["small.yaml", "b.txt"])

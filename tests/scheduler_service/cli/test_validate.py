@@ -21,6 +21,12 @@ def test_it_prints_predicted_published_and_error_of_every_section() -> None:
         assert all(check["error"] == check["predicted"] / check["published"] - 1 for check in checks)
 
 
+def test_a_recorded_job_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["validate", "--trace", str(tmp_path / "none.npz")])
+    assert result.exit_code == 2
+    assert "none.npz: No such file or directory" in result.stderr
+
+
 def test_a_file_that_is_no_recorded_job_is_refused_by_name(tmp_path: Path) -> None:
     text, array = tmp_path / "trace.npz", tmp_path / "trace.npy"
     text.write_text("nothing")
