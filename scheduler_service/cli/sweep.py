@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -141,16 +142,15 @@ def _jobs(presets: list[str], lengths: list[str], policies: list[str], field: st
 def _watched(cases: Jobs, done: dict[Case, dict[str, Any]], out: Path, jobs: int, ray: str | None) -> bool:
     """Run the cases and keep each result; False if the user interrupted them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress, _appending(out) as append:
-        task = progress.add_task("simulating", total=len(cases))
-        results = _on_ray(cases, ray) if ray is not None else _on_cores(cases, jobs)
-        try:
-            for case, result in results:
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress, _appending(out) as append:
+            task = progress.add_task("simulating", total=len(cases))
+            for case, result in _on_ray(cases, ray) if ray is not None else _on_cores(cases, jobs):
                 append(json.dumps({**asdict(case), **result}))
                 done[case] = result
                 progress.update(task, advance=1, description=f"{case.preset} {case.policy}")
-        except KeyboardInterrupt:
-            return False
+    except KeyboardInterrupt:
+        return False
     return True
 
 
@@ -161,7 +161,8 @@ def _on_cores(cases: Jobs, jobs: int) -> Iterator[Done]:
         return
     # Spawned, since numba's threads and a fork do not go together.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(run_case, case.policy, job): case for case, job in cases.items()}
+        with _ctrl_c_deferred():
+            futures = {pool.submit(run_case, case.policy, job): case for case, job in cases.items()}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -171,8 +172,26 @@ def _on_cores(cases: Jobs, jobs: int) -> Iterator[Done]:
                 "the process of a simulation was ended from outside, for want of memory perhaps: what was done is "
                 "kept, and the same command goes on; with a smaller --jobs it needs less memory",
             ) from error
-        finally:
+        except BaseException:  # Ctrl-C here or where results go: nobody waits for what still runs
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()
+            raise
+
+
+@contextmanager
+def _ctrl_c_deferred() -> Iterator[None]:
+    """It comes after the block; processes that are started inside never see it, though a terminal sends it to all."""
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))  # other threads still receive it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a new process takes over
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _on_ray(cases: Jobs, address: str) -> Iterator[Done]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,6 +68,32 @@ def test_it_goes_on_after_an_interruption_with_what_is_missing(
     monkeypatch.setattr(sweep, "run_case", run_case)
     assert run(*options, "--jobs", "1").exit_code == 0
     assert len({(row["lengths"], row["policy"]) for row in rows(tmp_path)}) == len(rows(tmp_path)) == 4
+
+
+def test_ctrl_c_at_a_terminal_ends_it_with_all_its_processes(options: list[str], tmp_path: Path) -> None:
+    program = "from scheduler_service.cli import main; main()"
+    command = [sys.executable, "-c", program, "sweep", *options, "--jobs", "2"]
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's & has it ignored
+    ) as process:
+        while not (tmp_path / "out.jsonl").exists():  # simulations begin
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the same command goes on from" in told
+    assert "Traceback" not in told
+    with suppress(ProcessLookupError):
+        while True:  # until none is left: what Python has beside its processes ends a moment later
+            os.killpg(process.pid, 0)
+            time.sleep(0.01)
+    assert run(*options, "--jobs", "1").exit_code == 0
+    assert len(rows(tmp_path)) == 4
 
 
 def test_a_system_without_a_plan_is_kept_as_such(options: list[str], tmp_path: Path) -> None:
