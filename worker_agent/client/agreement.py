@@ -205,10 +205,13 @@ class Peers:
         records = self.gather(own)
         for name in ("iteration", "step"):
             if (records[name] != own[name]).any():
-                where = {rank: int(value) for rank, value in enumerate(records[name])}
+                where = "; ".join(
+                    f"{value} on {_ranks(np.flatnonzero(records[name] == value).tolist())}"
+                    for value in np.unique(records[name])[:8]
+                )
                 raise HydraCpError(
                     Reason.RANKS_DISAGREE,
-                    f"ranks are not at the same {name} (rank: {name} {where}); every rank submits the same iterations "
+                    f"ranks are not at the same {name} ({name} {where}); every rank submits the same iterations "
                     "in the same order",
                 )
         found = np.bincount(records["rank"], minlength=self._pool_ranks)

@@ -85,7 +85,7 @@ def test_ranks_gather_records_and_ragged_lengths_and_notice_when_they_are_apart(
     for told, shards, apart in run_ranks(3, _gather):
         assert told == [Outcome(Status.FENCED), *(Outcome(Status.PLANNED, "00" * 15 + f"0{r}") for r in (1, 2))]
         assert shards == [[0, 1], [], [20, 21, 22]]
-        assert "{0: 6, 1: 6, 2: 7}" in apart
+        assert "(iteration 6 on ranks 0–1; 7 on rank 2)" in apart
         assert "same order" in apart
 
 
