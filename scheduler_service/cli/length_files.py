@@ -108,7 +108,9 @@ def _text(text: str, name: str) -> _Lengths:
 def _npy(path: Path) -> _Lengths:
     try:
         values = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header is read as Python, and may raise anything
         raise _invalid(f"{path}: is no .npy file of numbers: {error}") from error
     if not isinstance(values, np.ndarray):
         raise _invalid(f"{path}: holds several arrays; save the lengths alone with numpy.save")

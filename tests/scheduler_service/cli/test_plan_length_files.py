@@ -185,3 +185,13 @@ def test_a_column_that_is_there_twice_is_named(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.table([LENGTHS, LENGTHS], names=["tokens", "tokens"]), path)
     with pytest.raises(InvalidInputError, match="several columns 'tokens'"):
         read_batch(str(path), field="tokens")
+
+
+@pytest.mark.parametrize("damage", [b"{", b", 08,", b"'\n", b"9" * 40])
+def test_a_damaged_header_of_an_array_is_no_traceback(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.array([3, 2, 1]))
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"(3,", b"(3" + damage)[: len(whole)])
+    with pytest.raises(InvalidInputError, match=r"is no \.npy file of numbers"):
+        read_batch(str(path))

@@ -28,10 +28,11 @@ def test_a_recorded_job_that_is_not_there_is_said_to_be_missing(tmp_path: Path) 
 
 
 def test_a_file_that_is_no_recorded_job_is_refused_by_name(tmp_path: Path) -> None:
-    text, array = tmp_path / "trace.npz", tmp_path / "trace.npy"
+    text, array, damaged = tmp_path / "trace.npz", tmp_path / "trace.npy", tmp_path / "damaged.npz"
     text.write_text("nothing")
+    damaged.write_bytes(b"PK\x03\x04 and no more")
     np.save(array, np.zeros(3))
-    for wrong in (text, array):
+    for wrong in (text, array, damaged):
         result = CliRunner().invoke(main, ["validate", "--trace", str(wrong)])
         assert result.exit_code == 2
         assert f"{wrong.name}: is no recorded job" in result.stderr
