@@ -159,6 +159,13 @@ class Pool:
             return self
         return replace(self, speeds=tuple((rank, 0.0) for rank in self.excluded))
 
+    @property
+    def without_slow(self) -> Pool:
+        """The same pool with its slow ranks excluded; where none would be left to work, the same pool."""
+        if len(self.speeds) == self.ranks:
+            return self
+        return replace(self, speeds=tuple((rank, 0.0) for rank in dict(self.speeds)))
+
     def fastest(self, degree: int) -> float:
         """Speed of the fastest group of `degree` ranks."""
         return float(self.group_speeds(degree).max()) if self.speeds else 1.0

@@ -22,7 +22,7 @@ def explain(plan: Plan, batch: Batch, sequence: int) -> str:
             Reason.INVALID_ARGUMENT, f"sequence {sequence} is not in this plan; ids run from 0 to {len(plan) - 1}"
         )
     pool = plan.header.pool
-    if plan.header.target == 0 or pool != pool.evened:  # with slow ranks there are two packings, and no telling which
+    if plan.header.target == 0 or pool != pool.evened:  # for slow ranks there are several packings: which, is not said
         return _explain_placement(plan, batch, sequence)
     target = target_at(plan.header.cap, batch, pool)
     own = int(own_degrees(batch.lengths[sequence : sequence + 1], pool, target)[0])

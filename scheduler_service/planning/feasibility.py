@@ -46,6 +46,15 @@ def memory_degrees(lengths: npt.NDArray[np.int64], pool: Pool) -> npt.NDArray[np
     return np.array((*pool.degrees, 0), np.int32)[np.searchsorted(longest, lengths)]
 
 
+def pools_to_plan_for(batch: Batch, pool: Pool) -> list[Pool]:
+    """The pool; and where ranks are slow, also taken for equally fast, and without them if that holds the batch.
+
+    Which of the plans is best, a forecast says that knows their speed. None: the pool itself cannot hold the batch.
+    """
+    without = pool.without_slow
+    return list(dict.fromkeys((pool, pool.evened, *([without] if memory_degree(batch.longest, without) else []))))
+
+
 def require_fit(batch: Batch, pool: Pool) -> int:
     """The memory degree of the longest sequence.
 

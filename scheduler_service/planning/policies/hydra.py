@@ -15,6 +15,7 @@ after microbatch.
 from __future__ import annotations
 
 from scheduler_service.domain import Batch, Plan, Pool
+from scheduler_service.planning.feasibility import pools_to_plan_for
 from scheduler_service.planning.load_target import choose_target
 from scheduler_service.planning.packing import pack
 from scheduler_service.planning.policy import PlanningConfig, new_plan
@@ -24,7 +25,7 @@ from scheduler_service.simulation import forecast
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     """Plan `batch`: every rank of every microbatch is filled up to the load target, within its token budget."""
     plans = []
-    for packed_for in dict.fromkeys((pool, pool.evened)):
+    for packed_for in pools_to_plan_for(batch, pool):
         target = choose_target(batch, packed_for, config.cost, config.cap)
         columns = pack(batch, packed_for, target)
         plans.append(new_plan("hydra", batch, pool, config, columns, target=target.load, cap=target.cap))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from scheduler_service.domain import Batch, CostModel, Plan, Pool
 from scheduler_service.domain.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR
+from scheduler_service.planning.feasibility import pools_to_plan_for
 from scheduler_service.planning.load_target import choose_target
 from scheduler_service.planning.microbatch_order import improved_order
 from scheduler_service.planning.packing import Queue, queue_of
@@ -47,6 +48,10 @@ PACKED = (
 ALWAYS_PACKED = 8
 """So many of them for any batch; the smaller the batch, the more. By an objective that is given, all: no job waits."""
 
+DOUBLING = 0.001
+"""By the simple cost model, doubling all degrees counts as so much of the iteration: it charges neither exchanges nor
+short shards, and would take a sequence of 500 tokens on 512 ranks for a gain of a thousandth."""
+
 _SEQUENCES_FOR_MORE = 60_000
 
 _LONGEST = 256
@@ -65,46 +70,55 @@ class Candidate(NamedTuple):
     load: float = 0.0
     """The load target, where all microbatches have one."""
 
+    @property
+    def doublings(self) -> float:
+        """Mean of log₂ of the degree, weighted by tokens."""
+        degree, tokens = self.packed.groups.degree, self.packed.groups.tokens
+        on_all_ranks = tokens * degree
+        return float((np.log2(degree) * on_all_ranks).sum() / on_all_ranks.sum())
+
 
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
-    """Plan `batch`: the fastest of a fixed list of candidates, by the configured objective."""
-    queue = queue_of(batch)
-    # Slow ranks get their share, or are taken for equal: the replay, which knows their speed, decides.
-    candidates = (
-        candidate
-        for packed_for in dict.fromkeys((pool, pool.evened))
-        for candidate in _candidates(batch, queue, packed_for, pool, config)
-    )
-    best = min(candidates, key=lambda candidate: candidate.span_s)
+    """Plan `batch`: the fastest of a fixed list of candidates, by the configured objective.
+
+    By the simple cost model, in which wide groups cost nothing: of nearly equals, the one with the narrower groups.
+    """
+    queue, objective = queue_of(batch), config.objective or SimpleObjective(pool, config.cost)
+    pools = pools_to_plan_for(batch, pool)
+    base = min((_hydra(batch, queue, each, config, objective) for each in pools), key=lambda found: found.span_s)
+    searched = (found for each in pools for found in _searched(batch, queue, each, config, objective))
+    candidates = chain([base], (found for found in searched if found.span_s <= base.span_s))
+    doubling = 0.0 if config.objective else DOUBLING
+    best = min(candidates, key=lambda found: found.span_s * (1 + doubling * found.doublings))
     microbatch, start, degree = best.packed.columns
     columns = (best.place[microbatch], start, degree)
     return new_plan("hydra_search", batch, pool, config, columns, target=best.load, cap=best.cap)
 
 
-def _candidates(
-    batch: Batch, queue: Queue, packed_for: Pool, pool: Pool, config: PlanningConfig
+def _hydra(batch: Batch, queue: Queue, pool: Pool, config: PlanningConfig, objective: Objective) -> Candidate:
+    """What `hydra` packs for this pool."""
+    target = choose_target(batch, pool, config.cost, config.cap)
+    return _candidate(pack_to_target(queue, pool, target), pool, objective, target.cap, load=target.load)
+
+
+def _searched(
+    batch: Batch, queue: Queue, pool: Pool, config: PlanningConfig, objective: Objective
 ) -> Iterator[Candidate]:
-    """The packings for one pool, replayed on another: `hydra`'s, then those of `PACKED`.
-
-    One at a time: each holds as much memory as a plan.
-    """
-    cost, objective = config.cost, config.objective or SimpleObjective(pool, config.cost)
-    target = choose_target(batch, packed_for, cost, config.cap)
-    yield _candidate(pack_to_target(queue, packed_for, target), pool, objective, target.cap, load=target.load)
-
-    cap = target.cap if config.cap else None
-    shape = _shape(batch, packed_for, cost)
+    """The packings of `PACKED` for this pool, one at a time: each holds as much memory as a plan."""
+    cost = config.cost
+    cap = choose_target(batch, pool, cost, config.cap).cap if config.cap else None
+    shape = _shape(batch, pool, cost)
     if shape.work_s == 0:
         return
     weight = cost_weight(cost, batch)
-    needs = _needs(queue, packed_for, cost, cap)
-    profiles = [best_profile(shape, count, needs) for count in _counts(batch, packed_for, shape)]
+    needs = _needs(queue, pool, cost, cap)
+    profiles = [best_profile(shape, count, needs) for count in _counts(batch, pool, shape)]
     profiles.sort(key=lambda found: found.span_s)
     most = len(PACKED) if config.objective else ALWAYS_PACKED + _SEQUENCES_FOR_MORE // len(batch)
     for rank, slack, early_share in PACKED[:most]:
         if rank < len(profiles):
             sizes = np.sort(profiles[rank].sizes)[::-1].copy()
-            packed = pack_to_profile(queue, packed_for, weight, sizes, slack=slack, early_share=early_share, cap=cap)
+            packed = pack_to_profile(queue, pool, weight, sizes, slack=slack, early_share=early_share, cap=cap)
             if packed is not None:
                 # The packing may have needed a few more microbatches, or fewer.
                 wanted = profile(shape, len(packed.limit), needs, profiles[rank].ends)

@@ -142,3 +142,12 @@ def test_a_wrong_field_is_named_with_what_it_may_be(fields: dict, message: str) 
     with pytest.raises(InvalidInputError, match=message) as caught:
         Pool(**{"ranks": 8, "token_budget": 16, **fields})
     assert caught.value.reason == Reason.INVALID_POOL
+
+
+def test_slow_ranks_can_be_taken_for_fast_or_left_out_and_excluded_ones_stay_excluded() -> None:
+    pool = Pool(8, 10, speeds={1: 0.5, 4: 0.0})
+    assert dict(pool.evened.speeds) == {4: 0.0}
+    assert dict(pool.without_slow.speeds) == {1: 0.0, 4: 0.0}
+    even, slow = Pool(2, 10), Pool(2, 10, speeds={0: 0.5, 1: 0.5})
+    assert even.without_slow == even
+    assert slow.without_slow == slow

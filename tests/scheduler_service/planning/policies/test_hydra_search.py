@@ -90,6 +90,15 @@ def test_the_number_of_microbatches_keeps_the_multiple_of_an_interleaved_pipelin
     assert plan.header.microbatches % 4 == 0
 
 
+def test_of_plans_that_are_nearly_as_fast_it_takes_the_one_with_narrower_groups() -> None:
+    """By the simple model a sequence of 500 tokens may as well run on 512 ranks; hardly a token does."""
+    batch = Batch(np.clip(np.random.default_rng(0).lognormal(6.5, 1.6, 12_000), 1, 250_000).astype(int))
+    plan = hydra_search.plan(batch, Pool(512, 8192, stages=9, ep=8), PlanningConfig())
+    wide = plan.degree >= 256
+    assert batch.lengths[wide].sum() <= 0.15 * batch.tokens
+    assert np.median(batch.lengths / plan.degree) >= 100
+
+
 class Wide:
     """An objective for which a microbatch takes as long as its narrowest group is narrow."""
 
