@@ -16,8 +16,8 @@ BACKWARD_LINEAR = 2.0
 """Backward over forward time of everything that is linear in tokens: gradients of inputs and of weights."""
 
 
-MAX_SECONDS = 1e6
-"""Most seconds that a constant may be. Keeps every prediction finite, whatever the batch."""
+MIN_SECONDS, MAX_SECONDS = 1e-30, 1e6
+"""Least, but for 0, and most seconds that a constant may be. Keeps every prediction finite and rounded alike."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("theta", "tau", "overhead"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS:
+            if not isinstance(value, int | float) or not (value == 0 or MIN_SECONDS <= value <= MAX_SECONDS):
                 raise InvalidInputError(
                     Reason.INVALID_COST_MODEL,
-                    f"cost model: {name} is {value!r}; give seconds from 0 to {MAX_SECONDS:,.0f}",
+                    f"cost model: {name} is {value!r}; give 0, or seconds from {MIN_SECONDS} to {MAX_SECONDS:,.0f}",
                 )
 
     @property
