@@ -42,7 +42,7 @@ HEADS, WIDTH = 8, 64
 DTYPE = torch.bfloat16
 TOLERANCE = 0.02
 """Largest difference from our output and gradients, over their largest element: bf16 has steps of 0.008."""
-TURNS = 25
+TURNS = 40
 OURS = "hydra-cp"
 
 
