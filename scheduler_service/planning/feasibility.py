@@ -46,13 +46,16 @@ def memory_degrees(lengths: npt.NDArray[np.int64], pool: Pool) -> npt.NDArray[np
     return np.array((*pool.degrees, 0), np.int32)[np.searchsorted(longest, lengths)]
 
 
-def pools_to_plan_for(batch: Batch, pool: Pool) -> list[Pool]:
-    """The pool; and where ranks are slow, also taken for equally fast, and without them if that holds the batch.
+def pools_to_plan_for(batch: Batch, pool: Pool, cap: int | None) -> list[Pool]:
+    """The pool; and where ranks are slow, also taken for equally fast, and without them.
 
-    Which of the plans is best, a forecast says that knows their speed. None: the pool itself cannot hold the batch.
+    The last only where that holds the batch, and has groups of `cap` ranks if a cap is given. Which of the plans is
+    best, a forecast says that knows the speeds.
     """
-    without = pool.without_slow
-    return list(dict.fromkeys((pool, pool.evened, *([without] if memory_degree(batch.longest, without) else []))))
+    pools, without = [pool, pool.evened], pool.without_slow
+    if memory_degree(batch.longest, without) is not None and (cap is None or cap in without.degrees):
+        pools.append(without)
+    return list(dict.fromkeys(pools))
 
 
 def require_fit(batch: Batch, pool: Pool) -> int:

@@ -25,7 +25,7 @@ from scheduler_service.simulation import forecast
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     """Plan `batch`: every rank of every microbatch is filled up to the load target, within its token budget."""
     plans = []
-    for packed_for in pools_to_plan_for(batch, pool):
+    for packed_for in pools_to_plan_for(batch, pool, config.cap):
         target = choose_target(batch, packed_for, config.cost, config.cap)
         columns = pack(batch, packed_for, target)
         plans.append(new_plan("hydra", batch, pool, config, columns, target=target.load, cap=target.cap))

@@ -84,7 +84,7 @@ def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
     By the simple cost model, in which wide groups cost nothing: of nearly equals, the one with the narrower groups.
     """
     queue, objective = queue_of(batch), config.objective or SimpleObjective(pool, config.cost)
-    pools = pools_to_plan_for(batch, pool)
+    pools = pools_to_plan_for(batch, pool, config.cap)
     base = min((_hydra(batch, queue, each, config, objective) for each in pools), key=lambda found: found.span_s)
     searched = (found for each in pools for found in _searched(batch, queue, each, config, objective))
     candidates = chain([base], (found for found in searched if found.span_s <= base.span_s))

@@ -126,6 +126,14 @@ def test_to_know_of_slow_ranks_is_never_worse_than_to_take_them_for_equal_or_to_
             assert known_s <= without * (1 + apart)
 
 
+@pytest.mark.parametrize("policy", ["hydra", "hydra_search"])
+def test_a_degree_cap_holds_where_only_the_slow_ranks_give_groups_of_it(policy: str) -> None:
+    """Without rank 4 the pool of 6 has no group of 6."""
+    pool, batch = Pool(ranks=6, token_budget=4096, speeds={4: 0.5}), Batch([9_000, 4_000, 300, 200])
+    plan = plan_iteration(batch, pool, policy=policy, cap=6)
+    assert plan.degree.max() <= 6
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_number_of_microbatches_is_aligned_upwards_never_downwards(policy: str) -> None:
     """Four sequences of 1,000 on each of 64 ranks, and 8.5 times that: nine microbatches hold them, eight do not."""
