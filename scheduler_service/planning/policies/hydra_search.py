@@ -72,10 +72,10 @@ class Candidate(NamedTuple):
 
     @property
     def doublings(self) -> float:
-        """Mean of log₂ of the degree, weighted by tokens."""
-        degree, tokens = self.packed.groups.degree, self.packed.groups.tokens
-        on_all_ranks = tokens * degree
-        return float((np.log2(degree) * on_all_ranks).sum() / on_all_ranks.sum())
+        """Mean of ⌊log₂ degree⌋, weighted by tokens: sums of integers, the same on every machine."""
+        groups = self.packed.groups
+        doublings, tokens = np.frexp(groups.degree)[1] - 1, groups.tokens * groups.degree
+        return int((doublings * tokens).sum()) / int(tokens.sum())
 
 
 def plan(batch: Batch, pool: Pool, config: PlanningConfig) -> Plan:
