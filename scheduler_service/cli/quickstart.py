@@ -292,8 +292,7 @@ def _complete(interruption: Interruption, lines: list[IterationLine], service: S
 
 def _serve_on(console: Console, interruption: Interruption, scheduler: Child, exit_: bool) -> int:
     """Until Ctrl-C, or not at all. A scheduler that has ended by itself is a failure."""
-    if not exit_:
-        console.print("\nserving on; Ctrl-C ends it")
+    console.print("\nstopping; without --exit the dashboard stays up" if exit_ else "\nserving on; Ctrl-C ends it")
     while scheduler.poll() is None:
         if exit_:
             return 0

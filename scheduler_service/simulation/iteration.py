@@ -66,11 +66,12 @@ def forecast(plan: Plan, batch: Batch) -> Forecast:
     forward, backward = microbatch_times(group_loads(plan, batch), pool, plan.header.cost, plan.header.microbatches)
     spans = pipeline_spans(forward, backward, pool.stages)
     busy = forward.sum(axis=1) + backward.sum(axis=1)
-    slowest = float(spans.max())
+    slowest, waits = float(spans.max()), np.maximum(spans - busy, 0.0)
     return Forecast(
         iteration_s=slowest,
         # Every stage is as busy as the others, so the share of one is the share of all.
-        pp_bubble=float(np.divide(spans - busy, spans, out=np.zeros_like(spans), where=spans > 0).mean()),
+        # Both are sums of the same durations, in another order: without waits, either may be the larger by rounding.
+        pp_bubble=float(np.divide(waits, spans, out=np.zeros_like(spans), where=spans > 0).mean()),
         dp_bubble=float(((slowest - spans) / slowest).mean()) if slowest > 0 else 0.0,
         forward_s=forward,
         backward_s=backward,

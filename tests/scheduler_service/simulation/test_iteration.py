@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_service.domain import Batch, CostModel, Plan, Pool
+from scheduler_service.planning import plan_iteration
 from scheduler_service.planning.policy import PlanningConfig, new_plan
 from scheduler_service.simulation import forecast, rank_loads, replay_pipeline
 from tests.support.strategies import batches, costs, pools, random_plan, slowed
@@ -145,3 +146,10 @@ def test_a_pool_of_16384_ranks_needs_memory_for_its_ep_groups_only() -> None:
     found = forecast(plan, batch)
     assert found.forward_s.shape == (2048, 1)
     assert found.iteration_s == pytest.approx(9 * (3.5 * 1e4 + 3 * 1e3 + 200))
+
+
+def test_without_a_pipeline_no_bubble_is_below_zero_by_rounding() -> None:
+    batch = Batch(np.random.default_rng(0).integers(1, 4000, 300))
+    for ranks in (1, 2, 4, 8):
+        plan = plan_iteration(batch, Pool(ranks, 4096), policy="hydra")
+        assert forecast(plan, batch).pp_bubble >= 0
